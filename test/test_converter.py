@@ -1198,7 +1198,7 @@ LEAVES = {
     "branch": (Parallel(nn.Identity()).branch, False),
     "sum": (SumModule(), True),
     "reduce-tuple": (ReduceTuple(), True),
-    "function": (FunctionModule(None), True),
+    "function": (FunctionModule(None, 1), True),
     "model": (PreActivation(), False),
 }
 
@@ -1700,6 +1700,9 @@ WITH_PARAMETER = {
         True,
     ),
     "len": (lambda w, b: b + w.expand(len(b), -1).sin(), (3,), True),
+    "detached": (lambda w, b: b * w.detach() + w, (3,), True),
+    "tensor": (lambda w, b: b @ torch.arange(9.0).view(3, 3).to(b) + w, (3,), True),
+    "len-of-row": (lambda w, b: w[: len(b[0])].exp() * b, (3,), True),
     "broadcast_tensors-of-constants": (
         lambda w, b: b * torch.broadcast_tensors(w, torch.ones(2, 3))[0][1],
         (3,),

@@ -65,16 +65,16 @@ CASES = {
         lambda x: x.tanh() + x,
     ),
     "function": (
-        lambda: FunctionModule(MULTIPLY),
+        lambda: FunctionModule(MULTIPLY, 2),
         [(2, 3), (2, 3)],
         lambda x, y: x * y.exp(),
     ),
     "function-local": (
-        lambda: FunctionModule(POOL),
+        lambda: FunctionModule(POOL, 1),
         [(2, 3, 4, 4)],
         lambda x: F.max_pool2d(x, 2),
     ),
-    "function-eval": (lambda: FunctionModule(DROP).eval(), [(2, 3)], lambda x: x),
+    "function-eval": (lambda: FunctionModule(DROP, 1).eval(), [(2, 3)], lambda x: x),
     "flatten": (Flatten, [(2, 3, 4)], lambda x: x.reshape(2, 12)),
 }
 
@@ -111,7 +111,7 @@ def test_reduce_tuple():
 
 def test_function_module_follows_mode():
     """A training flag in the expression is that of the module."""
-    x, module = torch.ones(200), FunctionModule(DROP)
+    x, module = torch.ones(200), FunctionModule(DROP, 1)
     assert (module.train()(x) == 0).any() and torch.equal(module.eval()(x), x)
 
 

@@ -112,15 +112,17 @@ class FunctionModule(Module):
     which have no batch axis, follow.
     """
 
-    def __init__(self, expression: Call):
+    def __init__(self, expression: Call, num_data: int):
         """Store the expression.
 
         Args:
             expression: What to evaluate. An integer names a module input,
                 ``'training'`` the module's training flag.
+            num_data: How many inputs depend on the model's input.
         """
         super().__init__()
         self.expression = expression
+        self.num_data = num_data
 
     def forward(self, *input: Any) -> Union[Any, Tuple[Any, ...]]:
         """Evaluate the expression.

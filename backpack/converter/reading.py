@@ -112,17 +112,28 @@ def find_kinds(graph_module: Any) -> Dict[Node, str]:
             kinds[node] = "size"
         elif node.op not in OPERATION:
             continue
-        elif (
-            node.target in (len, *CHECKS)
-            or (node.target is getattr and node.args[1] in SIZE_ATTRIBUTES)
-            or (node.op == "call_method" and node.target in SIZE_METHODS)
-        ):
+        elif takes_size(node):
             kinds[node] = "size"
         elif sources <= {"size", "constant"}:
             package = getattr(node.target, "__module__", None)
             of_sizes = sources == {"size"} and package in SIZE_MODULES
             kinds[node] = "size" if of_sizes else "constant"
     return kinds
+
+
+def takes_size(node: Node) -> bool:
+    """Tell whether a node takes nothing from a tensor but its shape or type.
+
+    Args:
+        node: The node.
+
+    Returns:
+        Whether it does.
+    """
+    if node.op == "call_method":
+        return node.target in SIZE_METHODS
+    reads = node.target is getattr and node.args[1] in SIZE_ATTRIBUTES
+    return reads or node.target in (len, *CHECKS)
 
 
 def sources_of(node: Node) -> List[Node]:
@@ -134,6 +145,8 @@ def sources_of(node: Node) -> List[Node]:
     Returns:
         Its inputs, but for those of which it takes shape or type only.
     """
+    if takes_size(node):
+        return []
     if node.op in OPERATION and node.args:
         first: Any = node.args[0]
         if operation(node) in LIKE and isinstance(first, Node):

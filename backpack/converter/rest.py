@@ -47,9 +47,10 @@ def transform_rest_to_function_modules(module: Module, debug: bool) -> GraphModu
         parts = _parts(node, folded)
         sources = dict.fromkeys(s for part in parts for s in part.all_input_nodes)
         inputs = [source for source in sources if not folded[source]]
-        inputs.sort(key=lambda source: source.op == "get_attr")
+        inputs.sort(key=lambda source: kinds[source] == "constant")
         positions = {source: idx for idx, source in enumerate(inputs)}
-        new_module = FunctionModule(_expression(node, positions, {}))
+        num_data = sum(kinds[source] != "constant" for source in inputs)
+        new_module = FunctionModule(_expression(node, positions, {}), num_data)
         found.append((node, new_module, tuple(inputs), parts))
     for replacement in found:
         install(graph_module, *replacement[:3], debug, replacement[3])

@@ -153,7 +153,8 @@ def subsampled(module: Layer, subsampling: Subsampling = None) -> Module:
     """
     if subsampling is None:
         return module
-    names = [f"input{idx}" for idx in range(len(stored_inputs(module)))] + ["output"]
+    num_data = getattr(module, "num_data", len(stored_inputs(module)))
+    names = [f"input{idx}" for idx in range(num_data)] + ["output"]
     stored = {name: getattr(module, name) for name in names}
     selected = {
         name: subsample(value, subsampling=subsampling)

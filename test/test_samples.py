@@ -1907,6 +1907,105 @@ def test_rows_that_no_sample_has_entered(name: str, there: str) -> None:
     assert_right(Row(model, lambda: (randn(D)()[0][: len(has)], has)))
 
 
+def slots(scores: Tensor) -> Tuple[Tensor, Tensor, Tensor]:
+    """Give each token a place in the buffer of its expert: which, mask, and rank."""
+    chosen = scores.argmax(1)
+    mask = F.one_hot(chosen, scores.shape[1])
+    rank = (mask.cumsum(0) * mask).sum(1) - 1
+    return chosen, mask.to(scores), F.one_hot(rank, len(scores)).to(scores)
+
+
+def normalized(p: Tensor) -> Tensor:
+    """Weigh the two best experts of each token, whose places are side by side."""
+    first, second = slots(p), slots(p - 9 * slots(p)[1])
+    gates = [torch.einsum("se,se->s", p, mask) for _, mask, _ in (first, second)]
+    parts = [
+        torch.einsum("se,sc->sec", (gate / sum(gates))[:, None] * mask, place)
+        for gate, (_, mask, place) in zip(gates, (first, second))
+    ]
+    return torch.cat(parts, 2)
+
+
+def placed_by(p: Tensor) -> Tensor:
+    """Tell which token is in which place."""
+    _, mask, place = slots(p)
+    return mask[:, :, None] * place[:, None]
+
+
+# What tokens [S, E] of all samples weigh what is in the places of experts: [S, E, C]
+WEIGHED: Dict[str, Callable[[Module, Tensor], Tensor]] = {
+    "product": lambda m, p: p[:, :, None] * placed_by(p),
+    "two": lambda m, p: normalized(p),
+    "filled": lambda m, p: p[:, :, None].masked_fill(placed_by(p) == 0, 0.0),
+    "chosen": lambda m, p: p[:, :, None].where(
+        placed_by(p) > 0, torch.zeros_like(p[0, 0])
+    ),
+    "rectified": lambda m, p: (p[:, :, None] - 1 + placed_by(p)).relu(),
+    "written": lambda m, p: torch.zeros_like(placed_by(p)).index_put(
+        placed_by(p).nonzero(as_tuple=True), p.amax(1)
+    ),
+    "learned": lambda m, p: p[:, :, None] * m.k * placed_by(p),
+}
+COMBINED: Dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "einsum": lambda weights, h: torch.einsum("sec,ecd->sd", weights, h),
+    "matmul": lambda weights, h: weights.flatten(1) @ h.flatten(0, 1),
+    "linear": lambda weights, h: F.linear(h.flatten(0, 1).mT, weights.flatten(1)).mT,
+    "tensordot": lambda weights, h: torch.tensordot(weights, h, 2),
+    "addmm": lambda weights, h: torch.addmm(
+        torch.ones_like(h[0, 0]), weights.flatten(1), h.flatten(0, 1)
+    ),
+}
+
+
+def routed(m: Module, x: Tensor, weights: Callable, combine: Callable) -> Tensor:
+    """Send tokens of all samples to the places of experts, and back: [N, T, 2]."""
+    p = m.g(x.flatten(0, 1)).softmax(1)
+    taken = (weights(m, p) != 0).to(x)
+    buffer = torch.einsum("sec,sd->ecd", taken, x.flatten(0, 1))
+    h = torch.einsum("ecd,edi->eci", buffer, m.w).sin()
+    return combine(weights(m, p), h).view(*x.shape[:2], -1)
+
+
+@pytest.mark.parametrize("combine", COMBINED)
+@pytest.mark.parametrize("name", WEIGHED)
+def test_routed_by_factors_of_zero(
+    name: str, combine: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Zeros that nothing learned has made keep samples apart, also where they meet."""
+    forward = partial(routed, weights=WEIGHED[name], combine=COMBINED[combine])
+    own = {"k": partial(param, 3, 1)} if name == "learned" else {}
+
+    def model() -> Module:
+        parameters = {name: make() for name, make in own.items()}
+        return Lambda(forward, g=nn.Linear(D, 3), w=param(3, D, 2), **parameters)
+
+    def find(trial: Trial) -> Any:
+        tried.append(trial.is_product)
+        return find_by_trying(trial)
+
+    tried, find_by_trying = [], Trial.find
+    monkeypatch.setattr(Trial, "find", find)
+    assert_right(Row(model, lambda: (randn(2, D)()[0],)))
+    # zeros are read, and not tried, but for what has a third operand
+    assert any(tried) is (combine == "addmm")
+
+
+@pytest.mark.parametrize("combine", COMBINED)
+def test_zeros_that_are_learned(combine: str) -> None:
+    """They do not: their derivatives bring samples together."""
+
+    def forward(m: Module, x: Tensor) -> Tensor:
+        m.z.data = torch.eye(N, dtype=F64)
+        weights = m.g(x).sigmoid()[:, :, None] * m.z[:, None]  # [N, 1, N]
+        return COMBINED[combine](weights, m.a(x)[None])
+
+    def model() -> Module:
+        return Lambda(forward, g=nn.Linear(D, 1), a=nn.Linear(D, 3), z=param(N, N))
+
+    row = Row(model, randn(D), alone=False)
+    assert_refused(row, "BatchGrad", "samples have met")
+
+
 # Entries of tokens [N, T] that are looked up once: [N, D]
 LOOKED_UP_ONCE: Dict[str, Callable[[Module, Tensor], Tensor]] = {
     "table": lambda m, ids: taken_by(m.e, *ids.unique(return_inverse=True)),

@@ -40,8 +40,8 @@ from torch.utils.checkpoint import checkpoint
 from backpack import backpack, extend, memory_cleanup
 from backpack.context import CTX
 from backpack.engine import hooks
-from backpack.engine.trials import generator_of
 from backpack.extensions import KFLR, BatchGrad, BatchL2Grad, DiagGGNExact, Variance
+from backpack.utils.types import generator_of
 
 D = 4
 

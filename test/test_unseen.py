@@ -34,6 +34,7 @@ from torch.nn import Module
 from torch.nn import functional as F
 
 from backpack import backpack, extend
+from backpack.engine import gaps
 from backpack.engine.uses import Use
 
 D = 4
@@ -403,6 +404,67 @@ def test_rules(
     else:
         row = Row(lambda: mlp(act), randn(D), predict=lambda m, X: of(m, *X))
     assert_right(row)
+
+
+def in_pieces(x: Tensor, k: Tensor) -> Tensor:
+    """Compute something, in a way that data decide on."""
+    root = k.abs().sqrt()
+    scaled = x * root
+    if torch.all(k.gt(0)):
+        return root.reciprocal() * scaled.tanh()
+    return root.reciprocal() * scaled.tan()
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
+def test_pieces_of_a_scripted_function() -> None:
+    """Once `torch.jit` has made several of it, they are right or it is named."""
+    scripted, half = torch.jit.script(in_pieces), lambda: nn.Parameter(
+        torch.ones(()) / 2
+    )
+    row = Row(
+        lambda: Lambda(lambda m, x: scripted(m.f(x), m.k), f=nn.Linear(D, 3), k=half()),
+        randn(D),
+        says="torch.jit",
+    )
+    model, loss, X = row.build()
+    for _ in range(3):
+        row.run(model, loss, X).backward()
+    assert_refused(row, "BatchGrad")
+
+
+def residual(depth: int, linear: bool = False) -> Module:
+    """Make a deep network, whose derivative has about as many nodes on each way."""
+
+    def forward(m: Module, x: Tensor) -> Tensor:
+        for f in m.f:
+            x = x + (f(x) if linear else f(x).tanh()) / depth
+        return x.sum(1).exp()
+
+    return Lambda(forward, f=nn.ModuleList(nn.Linear(D, D) for _ in range(depth)))
+
+
+@pytest.mark.parametrize("linear", [False, True])
+def test_deep_networks(linear: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is asked of their derivatives' graphs grows with depth, not its square."""
+    known_at, asked = gaps._known_at, []
+
+    def counting(*args: Any) -> Any:
+        asked.append(1)
+        return known_at(*args)
+
+    monkeypatch.setattr(gaps, "_known_at", counting)
+    counts = []
+    for depth in (24, 48):
+        row = Row(
+            partial(residual, depth, linear),
+            randn(D),
+            predict=lambda m, X: by_input(m, *X),
+            quantities=["BatchGrad"],
+        )
+        assert_right(row)
+        counts.append(len(asked))
+        asked.clear()
+    assert counts[1] < 2.5 * counts[0]
 
 
 @pytest.mark.parametrize("name", ["value-and-gradient", "penalty-2.0"])

@@ -204,6 +204,8 @@ def _outside(
     by = list(dict.fromkeys(map(graph.name_of, nodes)))[:3]
     if way is NOT_WATCHED and any("backward" in name for name in by):
         way = DERIVATIVE
+    if way is DERIVATIVE and "`cpp_function`" in by:  # pieces that `torch.jit` has made
+        way = NOT_WATCHED
     if any(ext.walks_modules for ext in extensions):
         way += WALKS
     names = graph.describe(params) + (f" (by {', '.join(by)})" if by else "")

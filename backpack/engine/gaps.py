@@ -299,19 +299,29 @@ def _asked(edge: GradientEdge) -> Known | None:
         node, number = edge.node.next_functions[edge.output_nr]
         return None if node is None else explain_place(GradientEdge(node, number))
     sources, nodes = sources_of([edge])
+    if sources and len(nodes) > _FAR:  # the next ones behind need not go as far
+        for place in _between(nodes):
+            known = _found_from(*sources_of([place]), place)
+            if known is not None and isinstance(known.placement, (Layout, Tensor)):
+                _keep(place, known)
+        sources, nodes = sources_of([edge])
     found = _found_from(sources, nodes, edge)
     if found is not None and isinstance(found.placement, Mixed) and len(nodes) > 1:
         # one operation after the other: which was it, and does it need to be passed?
-        parents = {place for node in nodes for place in node.next_functions}
-        for node, number in sorted(
-            (place for place in parents if place[0] in nodes),
-            key=lambda place: place[0]._sequence_nr(),
-        ):
-            explain_place(GradientEdge(node, number))
+        for place in _between(nodes):
+            explain_place(place)
         found = _found_from(*sources_of([edge]), edge)
     if found is not None:
         _keep(edge, found)
     return found
+
+
+def _between(nodes: Sequence[Node]) -> list[GradientEdge]:
+    """List results that nodes take of each other, the first ones first."""
+    places = {place for node in nodes for place in node.next_functions}
+    known = set(nodes)
+    inside = [GradientEdge(*place) for place in places if place[0] in known]
+    return sorted(inside, key=lambda place: place.node._sequence_nr())
 
 
 def _keep(edge: GradientEdge, known: Known) -> None:
@@ -432,6 +442,8 @@ def _lose_behind_rows(edge: GradientEdge) -> None:
             return
 
 
+# So many nodes are looked at again for what is computed of the result
+_FAR = 16
 # Products of matrices, and which of the operands has the rows
 _OF_ROWS = {"`mm`": 0, "`addmm`": 1}
 _REMEMBERED: dict[tuple, Placement] = {}

@@ -1,6 +1,7 @@
 """What is put in the place of operands, where an operation is run again.
 
-Copies, NaN and other numbers for some of the samples, and others for all.
+Copies, NaN and other numbers for some of the samples, and others for all; what random
+numbers are drawn from.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from typing import Any, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from backpack.utils.types import is_inexact
+from backpack.utils.types import generator_of, is_inexact, tensors_in
 
 EXTREMES = (nan, inf, -inf)  # for operations that leave NaN out, like `nansum`, `fmax`
 
@@ -166,3 +167,28 @@ def other_integers(x: Tensor, beyond: int) -> Iterator[Tensor]:
             low, high = (low - 1, high) if high > 0 else (low, high + 1)
         draws = generator.manual_seed(seed)
         yield torch.randint(low, high + 1, x.shape, generator=draws).to(x)
+
+
+def states_for(args: Any) -> dict[torch.Generator, Tensor]:
+    """Ask generators of random numbers for what they are in.
+
+    Args:
+        args: Arguments of an operation.
+
+    Returns:
+        The state of each generator that it may draw from without being given it.
+    """
+    return {generator: generator.get_state() for generator in generators_for(args)}
+
+
+def generators_for(args: Any) -> set[torch.Generator]:
+    """List generators of random numbers.
+
+    Args:
+        args: Arguments of an operation.
+
+    Returns:
+        Those it may draw from without being given them.
+    """
+    devices = {x.device for x in tensors_in(args)}
+    return {torch.default_generator, *map(generator_of, devices)}

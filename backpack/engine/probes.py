@@ -30,20 +30,24 @@ from backpack.core.layout import (
     spans,
 )
 from backpack.engine.graph import (
+    is_leaf,
     is_own,
     is_pointwise,
     keeps_places,
     name_of,
+    parents,
     shape_at,
     walk,
 )
 from backpack.engine.repeated import compute_only
-from backpack.engine.saved import OnesForSaved
+from backpack.engine.saved import OnesForSaved, are_kept
 from backpack.engine.uses import edge_of
 from backpack.engine.vjp import is_function, pull
 from backpack.utils.state import state
 from backpack.utils.types import kind
 
+# Nodes between a factor and the mask that makes its zeros; others may be learned
+_STEPS_TO_A_MASK = 64
 NOT_FINITE = "its derivatives are not finite"
 
 
@@ -212,6 +216,45 @@ def leads_to(edge: GradientEdge, places: list[GradientEdge]) -> list[GradientEdg
         return places
     pairs = zip(places, found)
     return [x for x, g in pairs if g is not None and (g.isnan().any() or not g.numel())]
+
+
+def has_zeros(x: Tensor) -> bool:
+    """Tell whether some entries leave out what they are multiplied with.
+
+    Args:
+        x: A factor.
+
+    Returns:
+        Whether there are some, as in any sparse tensor.
+    """
+    return x.layout is not torch.strided or bool((x == 0).any())
+
+
+def zeros_stay(x: Tensor) -> bool:
+    """Tell whether zeros of a tensor are no results of learning, like those of a mask.
+
+    Args:
+        x: The tensor, with a gradient.
+
+    Returns:
+        Whether nothing that is learned has a derivative in these entries. ``False``,
+        too, if that is too long to ask, or can't be asked without side effects.
+    """
+    if are_kept():  # to unpack what was saved may compute it once more
+        return False
+    numbers = torch.arange(1.0, 1 + x.numel(), device=x.device).sin()
+    queue = [(edge_of(x), (x == 0) * numbers.view(x.shape).to(x.dtype))]
+    with state().pull():
+        for _ in range(_STEPS_TO_A_MASK):
+            if not queue:
+                return True
+            edge, cotangent = queue.pop()
+            if is_leaf(edge.node) or not is_own(edge.node):
+                return False
+            places = parents(edge.node)
+            found = zip(places, pull([edge], places, [cotangent]))
+            queue += [(p, g) for p, g in found if g is not None and bool(g.any())]
+    return False
 
 
 def _regular(

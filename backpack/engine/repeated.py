@@ -17,7 +17,7 @@ from torch.autograd.graph import Node
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from backpack.engine.graph import name_of
-from backpack.engine.trials import states_for
+from backpack.engine.other_numbers import states_for
 from backpack.engine.vjp import is_users
 from backpack.utils.state import is_traced
 from backpack.utils.types import behind, tensors_in

@@ -7,6 +7,8 @@ lengths, each pass is another one: rules for what is done there.
 
 from __future__ import annotations
 
+from contextlib import suppress
+from itertools import product
 from typing import Any, Callable, Container, Sequence
 
 import torch
@@ -25,6 +27,7 @@ from backpack.core.layout import (
     pointwise,
     simplify,
     spans,
+    unentered,
 )
 from backpack.core.operations import find_operation
 from backpack.engine import functions, picked
@@ -197,11 +200,12 @@ def rule(done: Performed, trial: Trial, of: Where, n: int) -> list[Placement] | 
         if found is not None:
             return [found]
     if len(data) > 1 and name in functions.MATCHING:
-        return _matched(done, trial, of, n)
-    for names, find in _MOVED:
-        if name in names:
-            return find(done, trial, n)
-    return None
+        matched = _matched(done, trial, of, n)
+        if matched is not None:
+            return matched
+    rules = (find for names, find in _MOVED if name in names)
+    told = (find(done, trial, n) for find in rules)
+    return next((placements for placements in told if placements is not None), None)
 
 
 def _picked(done: Performed, trial: Trial, of: Where, n: int) -> Placement:
@@ -383,7 +387,7 @@ def _written(done: Performed, trial: Trial, n: int) -> list[Placement] | None:
 
 def _may_leave_rows(trial: Trial) -> bool:
     """Tell whether factors of zero may leave rows to samples that are not there."""
-    return trial.is_of_few() and trial.may_leave_out()
+    return trial.is_of_few() and bool(trial.masks())
 
 
 def _contracted(done: Performed, trial: Trial, n: int) -> list[Placement] | None:
@@ -400,6 +404,73 @@ def _contracted(done: Performed, trial: Trial, n: int) -> list[Placement] | None
         return None
     rows = operation.rows_of(own)
     return None if rows is None else [simplify(rows.expand(done.outs[0].shape), n)]
+
+
+def _multiplied(done: Performed, trial: Trial, n: int) -> list[Placement] | None:
+    """Count whose entries are multiplied and added up, but for those times zero."""
+    places = [k for k, x in enumerate(trial.flat) if is_inexact(x)]
+    factors = [trial.flat[k] for k in places]
+    if len(places) != 2 or any(x.layout is not torch.strided for x in factors):
+        return None  # a third one may be added; sparse ones have their own rules
+    shape = done.outs[0].shape
+    if done.name.startswith("conv") or not shape.numel():
+        return None
+    masks = trial.masks()
+    own, met = _owners(trial, places, masks, shape)
+    if met and trial.note_masks():
+        masks = trial.masks()
+        own, met = _owners(trial, places, masks, shape)
+    trial.is_for_once = bool(masks)
+    if met:
+        return [Mixed(trial.describe())]
+    nobody = unentered(done.outs[0], n)  # if all factors are zero
+    return [nobody if (found := simplify(own, n)) is None else found]
+
+
+def _owners(
+    trial: Trial, places: Sequence[int], masks: Sequence[Tensor], shape: torch.Size
+) -> tuple[Tensor, bool]:
+    """Add up the numbers of the samples that entries come from, and their squares.
+
+    Returns:
+        The only sample of each entry, -1 where there is none; and whether some have
+        several.
+    """
+    factors = []
+    for x, own in ((trial.flat[k], trial.numbers[k]) for k in places):
+        weight = torch.ones((), device=x.device, dtype=torch.float64)
+        if any(x is mask for mask in masks):
+            weight = (x != 0).to(weight)
+        own = torch.full((), -1, device=x.device) if own is None else compact(own)
+        small = torch.broadcast_tensors(weight, own, weight.new_ones([1] * x.dim()))
+        factors.append([small[:2], [part.expand(x.shape) for part in small[:2]]])
+    for chosen in product(*factors):  # the small ones, unless they have to be as long
+        with suppress(RuntimeError):
+            return _added(trial, places, chosen, shape)
+    raise RuntimeError(f"{trial.describe()} can't be repeated.")
+
+
+def _added(
+    trial: Trial,
+    places: Sequence[int],
+    factors: Sequence[Sequence[Tensor]],
+    shape: torch.Size,
+) -> tuple[Tensor, bool]:
+    sums: list[Any] = [0.0, 0.0, 0.0]
+    for place, (weight, own) in zip(places, factors):
+        if trial.numbers[place] is None:
+            continue
+        for power in range(3):
+            flat = list(trial.flat)
+            for other, (x, _) in zip(places, factors):
+                flat[other] = x
+            flat[place] = weight * (own**power * (own >= 0))
+            sums[power] = sums[power] + trial.call(flat)
+    count, first, second = sums
+    own = (first / count.clamp(min=1)).round()
+    several = (first != own * count) | (second != own.square() * count)
+    found = own.where(count > 0, -1).long().expand(shape)
+    return found, bool(several.any())
 
 
 def _sampled(done: Performed, trial: Trial, n: int) -> list[Placement] | None:
@@ -428,4 +499,5 @@ _MOVED: Sequence[tuple[Container[str], Callable]] = (
     (("sparse_coo_tensor",), _made_sparse),
     (functions.WRITING, _written),
     (functions.PRODUCTS | functions.GROUPED, _contracted),
+    (functions.PRODUCTS, _multiplied),
 )

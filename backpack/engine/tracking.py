@@ -35,6 +35,7 @@ from backpack.engine.functions import (
 from backpack.engine.gaps import KNOWN, NESTED, explain, note_constants, note_functions
 from backpack.engine.graph import MEETING, note_tangent, on_one_node
 from backpack.engine.low_mode import LowMode
+from backpack.engine.other_numbers import states_for
 from backpack.engine.placements import (
     FORGET,
     MARK,
@@ -49,7 +50,7 @@ from backpack.engine.placements import (
 from backpack.engine.probes import Known
 from backpack.engine.summands import Summands
 from backpack.engine.transforms import watch_inside
-from backpack.engine.trials import Performed, states_for
+from backpack.engine.trials import Performed
 from backpack.engine.user_hooks import guard, note_seen
 from backpack.engine.uses import (
     Constant,

@@ -49,10 +49,12 @@ from backpack.engine.other_numbers import (
     copied,
     disturbed,
     finite,
+    generators_for,
     on_cpu,
     redrawn,
 )
-from backpack.utils.types import dense, generator_of, is_inexact, is_same, tensors_in
+from backpack.engine.probes import has_zeros, zeros_stay
+from backpack.utils.types import dense, is_inexact, is_same, tensors_in
 
 # What replaces samples
 NOT_A_NUMBER = (nan,)  # most operations return it wherever it went
@@ -111,23 +113,6 @@ class Performed(NamedTuple):
         return self._replace(args=args, kwargs=kwargs, data=data)
 
 
-def states_for(args: Any) -> dict[torch.Generator, Tensor]:
-    """Ask generators of random numbers for what they are in.
-
-    Args:
-        args: Arguments of an operation.
-
-    Returns:
-        The state of each generator that it may draw from without being given it.
-    """
-    return {generator: generator.get_state() for generator in _generators_for(args)}
-
-
-def _generators_for(args: Any) -> set[torch.Generator]:
-    devices = {x.device for x in tensors_in(args)}
-    return {torch.default_generator, *map(generator_of, devices)}
-
-
 class Trial:
     """An operation that is run again, on copies of its operands.
 
@@ -135,6 +120,8 @@ class Trial:
         flat: Its arguments, as leaves of a tree.
         numbers: Sample numbers of the entries of each argument; ``None`` for those that
             do not depend on samples.
+        is_product: Whether zeros of a factor leave out what they are multiplied with.
+        is_for_once: Whether a rule has looked at the zeros of these operands.
     """
 
     def __init__(self, done: Performed, of: Callable[[Tensor], Placement], n: int):
@@ -153,7 +140,9 @@ class Trial:
             for x in self.flat
         ]
         self._states = done.states or {}
-        self._generators = _generators_for(self.flat)
+        self._generators = generators_for(self.flat)
+        self._masked: list[Tensor] = []  # learned factors with zeros that aren't
+        self.is_for_once, self.is_product = False, done.name in PRODUCTS
         self._drawn: set[bytes] = set()  # in what states generators have been left
 
     def describe(self) -> str:
@@ -213,8 +202,10 @@ class Trial:
                 steps = [bool(_is_whole(x).all()) for x in map(dense, outs)]
                 asked = list(map(any, zip(asked, steps)))
             mixed = lasts and any(isinstance(p, Mixed) for p in found)
+            if mixed:
+                self.note_masks()
             wide = mixed or lasts and self.is_of_few()
-            if wide and self.may_leave_out():  # by zeros, times which NaN is NaN
+            if wide and self.masks():  # by zeros, times which NaN is NaN
                 self.flat = self._with_ordinary_numbers()
                 found, hides, lasts = self._probe(UNLIKE)[0], False, False
                 pairs = zip(found, outs)
@@ -342,7 +333,7 @@ class Trial:
         """
         if self._name == ATTENTION:
             return [x for x in self.flat if isinstance(x, Tensor)][3:]
-        if self._name not in PRODUCTS:
+        if not self.is_product:
             return []
         pairs = [(x, i) for x, i in zip(self.flat, self.numbers) if is_inexact(x)]
         several = sum(i is not None for _, i in pairs) > 1
@@ -350,20 +341,46 @@ class Trial:
             x
             for x, i in pairs
             if i is None or several and x.layout is torch.strided
-            if not x.requires_grad
+            if self._is_mask(x)
         ]
 
-    def may_leave_out(self) -> bool:
-        """Tell whether a mask, or zeros of a factor, may keep samples apart.
+    def _is_mask(self, x: Tensor) -> bool:
+        return not x.requires_grad or any(x is own for own in self._masked)
+
+    def note_masks(self) -> bool:
+        """Look for learned factors with zeros that no learning changes.
+
+        Returns:
+            Whether there are some.
+        """
+        if self.is_product:
+            own = [x for x in self.flat if is_inexact(x) and x.requires_grad]
+            own = [x for x in own if x.layout is torch.strided and has_zeros(x)]
+            self._masked = list(filter(zeros_stay, own))
+        return bool(self._masked)
+
+    def may_differ(self, found: Sequence[Placement]) -> bool:
+        """Tell whether other zeros, or another mask, may lead to something else.
+
+        Args:
+            found: Where samples are in the results.
 
         Returns:
             Whether they may.
         """
-        factors = self.leaving_out()
-        if self._name == ATTENTION:
-            return bool(factors)
-        # a sparse one cannot be asked, and has them in any case
-        return any(x.layout is not torch.strided or (x == 0).any() for x in factors)
+        mixed = any(isinstance(placement, Mixed) for placement in found)
+        if self.is_for_once or mixed and self.is_product:
+            return True
+        return bool(self.leaving_out()) and (mixed or self.is_of_few())
+
+    def masks(self) -> list[Tensor]:
+        """List masks, and factors whose zeros do keep entries apart.
+
+        Returns:
+            These operands.
+        """
+        found = self.leaving_out()
+        return [x for x in found if self._name == ATTENTION or has_zeros(x)]
 
     def is_of_few(self) -> bool:
         """Tell whether some samples are not there, so that it may not show.
@@ -395,7 +412,7 @@ class Trial:
             for x, i in zip(self.flat, self.numbers):
                 if is_inexact(x) and (i is None or x.layout is torch.strided):
                     is_mask = i is None and any(x is mask for mask in masks)
-                    factor = self._name in PRODUCTS and not x.requires_grad
+                    factor = self.is_product and self._is_mask(x)
                     x = x.detach().to(torch.promote_types(x.dtype, torch.float64))
                     if factor:
                         x = x.bool().to(x.dtype)  # of a sparse matrix, and NaN, too

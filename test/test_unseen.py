@@ -113,6 +113,37 @@ def attention() -> Lambda:
     )
 
 
+def recurrent(layer: type, last: Callable[[Tensor], Tensor], **options: Any) -> Lambda:
+    """Make a critic of sequences: what a recurrent layer returns, and a score of it."""
+    wide = 2 if options.get("bidirectional") else 1
+
+    def forward(m: Module, x: Tensor) -> Tensor:
+        return m.o(last(m.f(x if m.f.batch_first else x.transpose(0, 1))[0]))
+
+    return Lambda(
+        forward,
+        f=layer(D, 3, **{"batch_first": True, **options}),
+        o=nn.Linear(3 * wide, 1, bias=False),
+    )
+
+
+RECURRENT: Dict[str, Callable[[], Module]] = {
+    **{
+        f"{layer.__name__}-{name}": partial(recurrent, layer, last)
+        for layer in (nn.RNN, nn.LSTM, nn.GRU)
+        for name, last in {
+            "last": lambda h: h[:, -1],
+            "curved": lambda h: h.square().sum(1),
+        }.items()
+    },
+    "several": partial(recurrent, nn.GRU, lambda h: h.mean(1), num_layers=2),
+    "both-ways": partial(recurrent, nn.LSTM, lambda h: h[:, 0], bidirectional=True),
+    "rectified": partial(recurrent, nn.RNN, lambda h: h[:, -1], nonlinearity="relu"),
+    "without-bias": partial(recurrent, nn.GRU, lambda h: h[:, -1], bias=False),
+    "time-first": partial(recurrent, nn.GRU, lambda h: h[-1], batch_first=False),
+}
+
+
 # Models, inputs, and what is made of both
 DERIVATIVES: Dict[str, Row] = {
     "gradient": Row(mlp, randn(D), predict=lambda m, X: by_input(m, *X)),
@@ -176,6 +207,23 @@ DERIVATIVES: Dict[str, Row] = {
             predict=lambda m, X: by_input(m, *X, keep=True),
         )
         for t in LENGTHS
+    },
+    **{
+        f"{name}{where}": Row(model, randn(3, D), predict=predict)
+        for name, model in RECURRENT.items()
+        for where, predict in {
+            "-only": lambda m, X: by_input(m, *X),
+            "-with-value": lambda m, X: by_input(m, *X, keep=True),
+        }.items()
+    },
+    **{
+        f"{name}-inside": Row(
+            lambda model=model: Lambda(
+                lambda m, x: by_input(m.f, x).sum(1) * m.f(x), f=model()
+            ),
+            randn(3, D),
+        )
+        for name, model in RECURRENT.items()
     },
     "inside": Row(
         lambda: Lambda(
@@ -340,6 +388,18 @@ TERMS: Dict[str, Row] = {
     )
     for scale in (1 / N, 2.0)
 }
+TERMS.update(
+    {  # of a model that has nothing else in the loss
+        f"penalty-alone-{name}": Row(
+            model,
+            randn(3, D),
+            objective=lambda f, _: f.square().sum() / N,
+            predict=lambda m, X: by_input(m, *X),
+            quantities=FIRST_ORDER,
+        )
+        for name, model in RECURRENT.items()
+    }
+)
 
 
 def along_cosine(m: Module, x: Tensor) -> Tensor:

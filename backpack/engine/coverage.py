@@ -33,7 +33,7 @@ from backpack.engine.met import refuse
 from backpack.engine.probes import Known
 from backpack.engine.separable import is_separable
 from backpack.engine.terms import is_sum, is_term, tail_terms
-from backpack.engine.uses import Use, is_noted
+from backpack.engine.uses import Use, edge_of, is_noted
 from backpack.engine.vjp import is_function
 from backpack.utils.disable import PLAIN
 from backpack.utils.errors import batch_norm_raise_error_if_train, warn_user
@@ -274,6 +274,10 @@ def never_seen(inspection: Inspection, known: set[int]) -> list[Tensor]:
         return []
     calls = [c for c in inspection.calls if not (c.released or c.is_loss)]
     called = {id(module) for c in calls for module in c.module.modules()}
+    # the graph of a derivative may have no more of a call than what it was called with
+    for given in (x for x in inspection.reached if not isinstance(x, Parameter)):
+        modules = edge_of(given).node.metadata.get(graph.GIVEN, {})
+        called.update(id(ref()) for ref in modules.values())
     found: dict[int, Tensor] = {}
     for root in list(EXTENDED):
         modules = modules_in(root)
@@ -286,6 +290,26 @@ def never_seen(inspection: Inspection, known: set[int]) -> list[Tensor]:
 
 
 Places = dict[Node, dict[int, list[Node]]]
+
+
+@out_of_sight
+def note_inside(inspection: Inspection, _: list[Tensor]) -> bool:
+    """Take apart layers of several steps that a derivative of the network goes through.
+
+    It takes what they have computed inside, as of a recurrent layer, at each step.
+
+    Args:
+        inspection: What the graph looks like.
+
+    Returns:
+        Whether there are any, for which the graph has to be inspected again.
+    """
+    entered = {(use, node) for use, _, node in inspection.entered()}
+    for use, node in entered:
+        inside = inspection.inside(use)
+        places = [x for x in graph.parents(node) if x.node in inside]
+        use.is_passed |= any(explain_place(place) is not None for place in places)
+    return any(use.is_passed for use, _ in entered)
 
 
 @out_of_sight

@@ -34,7 +34,7 @@ _LOOKING_ON = SINKS | {HOOKED}  # nodes that pass on what they get
 TOGETHER = "_TogetherBackward"  # where the gradients at several outputs arrive at once
 VIEW = "backpack.view"  # where a node keeps the call of whose output it is a view
 TANGENT = "backpack.tangent"  # where a tangent comes out of an operation
-GIVEN = "backpack.given"  # where a leaf's node says that a module was called with it
+GIVEN = "backpack.given"  # where a leaf's node says which modules were called with it
 MEETING = "backpack.meeting"  # where a node of the graph keeps that samples have met
 
 # Nodes that move entries to, or from, where integers say

@@ -8,12 +8,14 @@ from typing import Any, Collection, Iterable, Iterator, Sequence
 
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
+from torch.nn import Parameter
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from backpack.core.layout import Layout, Mixed
 from backpack.core.table import GENERIC_LOSS, find_loss
 from backpack.engine.gaps import explain_place
 from backpack.engine.graph import (
+    GIVEN,
     MEETING,
     TANGENT,
     VIEW,
@@ -152,9 +154,9 @@ class Inspection:
             if below in before:
                 return False
             below = self._first.get(below)
-        return below is not None or node in self._inside(use)
+        return below is not None or node in self.inside(use)
 
-    def _inside(self, use: Use) -> set[Node]:
+    def inside(self, use: Use) -> set[Node]:
         """Find the nodes of a use: those on the ways from what it returned.
 
         Others may have such numbers, too: each thread counts its own.
@@ -178,6 +180,8 @@ class Inspection:
 
     def _note(self, node: Node, metadata: dict[str, Any]) -> None:
         for number, index, owner in metadata.get(ENTRIES, ()):
+            if owner.is_use and owner.is_passed:
+                continue
             if not owner.is_use:
                 self.calls.setdefault(owner, node)
                 if owner.is_apart:
@@ -286,7 +290,7 @@ class Inspection:
                 if parent in self._functions and not is_noted(parent, number):
                     for param in leaves_behind(parent):  # no turn is at this output
                         found.setdefault(param, []).append(node)
-        for constant, node in self._entered():
+        for _, constant, node in self.entered():
             leaf, source = constant.leaf, constant.source
             for param in [leaf] if source is None else leaves_behind(source.node):
                 found.setdefault(param, []).append(node)
@@ -299,6 +303,7 @@ class Inspection:
             term
             for term in additive_terms(self.roots, True, of_numbers=False)[0]
             if any(x.owner.is_use or x.owner.is_loss for x, _ in targets_below([term]))
+            or any(map(_is_given, walk([term])))
         ]
         queue = list(dict.fromkeys(terms))
         seen = set(queue)
@@ -309,31 +314,31 @@ class Inspection:
                     queue.append(parent)
         return seen
 
-    def _entered(self) -> Iterator[tuple[Any, Node]]:
+    def entered(self) -> Iterator[tuple[Use, Any, Node]]:
         """Find constants that are used by way of the inside of a use, too.
 
         A derivative of the network, computed with ``create_graph=True``, goes on from
         what operations have saved.
 
         Yields:
-            Constants, and the nodes that use them.
+            Uses, constants of theirs, and the nodes that use these.
         """
         entered: dict[Node, list[Use]] = {}
         for use, node in _numbered(self._shared, self.uses):
             outputs = [x for x, _ in self.uses[use].values()]
-            if node not in outputs and node in self._inside(use):
+            if node not in outputs and node in self.inside(use):
                 entered.setdefault(node, []).append(use)
         for node in self.nodes if entered else ():
             for parent, _ in node.next_functions:
                 for use in entered.get(parent, ()):
-                    if node in self._inside(use):
+                    if node in self.inside(use):
                         continue
                     # of several maps inside of a cell, all constants come first
                     first = min(c.node._sequence_nr() for c in use.constants)
                     behind = set(walk([parent], since=min(first, use.since)))
                     for constant in use.constants:
                         if constant.node in behind:
-                            yield constant, node
+                            yield use, constant, node
 
     def uses_outside(self, known: set[int]) -> tuple[list[Tensor], list[Tensor]]:
         """Sort the parameters that are used where nothing has seen it.
@@ -443,3 +448,9 @@ def _shares_channels(node: Node) -> bool:
     numbers = known.placement.expand(tuple(node._input_metadata[0].shape))
     channels = numbers.movedim(1, 0).flatten(1)
     return not bool((channels == channels[:, :1]).all())
+
+
+def _is_given(node: Node) -> bool:
+    """Tell whether a node stands for data that a module was called with."""
+    given = is_leaf(node) and GIVEN in node.metadata
+    return given and not isinstance(node.variable, Parameter)

@@ -146,7 +146,7 @@ class Call:
         ]
         for edge in edges:
             if edge is not None and is_leaf(edge.node):
-                edge.node.metadata[GIVEN] = True
+                edge.node.metadata.setdefault(GIVEN, {})[id(module)] = self.module_ref
         same = [i for i, e in enumerate(edges) if e is not None and e in output_edges]
         if same:
             # Its own output, which this call must not own: the module returned an

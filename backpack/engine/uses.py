@@ -221,10 +221,11 @@ class Use:
         saved: What the operation keeps for its derivative, where hooks get that.
         is_function: Whether it is a function of one's own, found in the graph: its
             constants are what its node takes.
+        is_passed: Whether the nodes inside are uses, in place of it.
     """
 
     is_use, is_loss = True, False
-    is_function = released = False
+    is_function = is_passed = released = False
     saved: Sequence[Saved] = ()
     _outputs: Sequence[Any] = ()
 

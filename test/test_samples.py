@@ -1980,7 +1980,7 @@ def test_routed_by_factors_of_zero(
         return Lambda(forward, g=nn.Linear(D, 3), w=param(3, D, 2), **parameters)
 
     def find(trial: Trial) -> Any:
-        tried.append(trial.is_product)
+        tried.append(trial.masks.is_product)
         return find_by_trying(trial)
 
     tried, find_by_trying = [], Trial.find
@@ -2004,6 +2004,54 @@ def test_zeros_that_are_learned(combine: str) -> None:
 
     row = Row(model, randn(D), alone=False)
     assert_refused(row, "BatchGrad", "samples have met")
+
+
+def written_in_slices(blocks: Tensor) -> Tensor:
+    """Write blocks [N, T, T] to the diagonal of a matrix."""
+    t = blocks.shape[1]
+    whole = blocks.new_zeros(len(blocks) * t, len(blocks) * t)
+    for n, block in enumerate(blocks):
+        whole[n * t : (n + 1) * t, n * t : (n + 1) * t] = block
+    return whole
+
+
+def ones(x: Tensor) -> Tensor:
+    """Make a mask by which tokens [N, T, *] meet those of their sample."""
+    return torch.block_diag(*x.new_ones(len(x), x.shape[1], x.shape[1]))
+
+
+# What weighs tokens, of scores [N, T, T]: a matrix that is zero between samples
+BETWEEN: Dict[str, Callable[[Tensor], Tensor]] = {
+    "slices": written_in_slices,
+    "blocks": lambda scores: torch.block_diag(*scores),
+    "mask": lambda scores: scores.flatten(0, 1).repeat(1, len(scores)) * ones(scores),
+}
+# ... and may be zero within one, by chance, or since it has just been made
+WITHIN: Dict[str, Callable[[Tensor], Tensor]] = {
+    "nowhere": torch.sin,
+    "everywhere": lambda scores: scores - scores.detach(),
+    "at-places": lambda scores: scores * (scores > 0),
+    "straight-through": lambda scores: (
+        (scores > 0).to(scores) + scores.sin() - scores.sin().detach()
+    ),
+}
+
+
+@pytest.mark.parametrize("within", WITHIN)
+@pytest.mark.parametrize("between", BETWEEN)
+def test_zeros_within_samples(within: str, between: str) -> None:
+    """They may be learned: it matters which zeros keep samples apart."""
+
+    def forward(m: Module, x: Tensor) -> Tensor:
+        weights = BETWEEN[between](WITHIN[within](m.q(x) @ m.k(x).mT))
+        return (weights @ m.v(x).flatten(0, 1)).view(*x.shape[:2], -1).sin()
+
+    row = Row(
+        lambda: Lambda(forward, **{name: nn.Linear(D, 3) for name in "qkv"}),
+        randn(2, D),
+        quantities=["BatchGrad", "DiagGGNExact"],
+    )
+    assert_right(row)
 
 
 # Entries of tokens [N, T] that are looked up once: [N, D]

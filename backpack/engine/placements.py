@@ -523,7 +523,7 @@ class Finder:
             found, lasts = trial.find()
         elif found is None:
             found, lasts = trial.find_if_repeated(), False
-        lasts = lasts and not trial.may_differ(found)
+        lasts = lasts and not trial.masks.may_differ(found)
         pairs = [(x, i) for x, i in zip(trial.flat, trial.numbers) if is_inexact(x)]
         entering = (
             x.requires_grad if i is None else (compact(i) >= 0).any() for x, i in pairs

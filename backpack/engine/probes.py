@@ -46,8 +46,9 @@ from backpack.engine.vjp import is_function, pull
 from backpack.utils.state import state
 from backpack.utils.types import kind
 
-# Nodes between a factor and the mask that makes its zeros; others may be learned
-_STEPS_TO_A_MASK = 64
+# Nodes between a factor and the mask that makes its zeros, and how many are asked
+_STEPS_TO_A_MASK, _MOST_STEPS = (2, 8, 32), 100
+_SLICES = "`copy_slices`"
 NOT_FINITE = "its derivatives are not finite"
 
 
@@ -218,43 +219,60 @@ def leads_to(edge: GradientEdge, places: list[GradientEdge]) -> list[GradientEdg
     return [x for x, g in pairs if g is not None and (g.isnan().any() or not g.numel())]
 
 
-def has_zeros(x: Tensor) -> bool:
-    """Tell whether some entries leave out what they are multiplied with.
-
-    Args:
-        x: A factor.
-
-    Returns:
-        Whether there are some, as in any sparse tensor.
-    """
-    return x.layout is not torch.strided or bool((x == 0).any())
+_Tangents = dict[tuple[Node, int, int], Tensor]
 
 
-def zeros_stay(x: Tensor) -> bool:
-    """Tell whether zeros of a tensor are no results of learning, like those of a mask.
+def left_out(x: Tensor) -> Tensor:
+    """Tell which zeros are no results of learning, like those that a mask has made.
+
+    Numbers that change go from what the tensor was computed of to its entries, in
+    forward mode: a zero stays if none arrives. They begin further and further behind.
 
     Args:
         x: The tensor, with a gradient.
 
     Returns:
-        Whether nothing that is learned has a derivative in these entries. ``False``,
-        too, if that is too long to ask, or can't be asked without side effects.
+        Whether nothing that is learned has a derivative in an entry that is zero. If it
+        can't be asked without side effects, nobody knows of one.
     """
-    if are_kept():  # to unpack what was saved may compute it once more
-        return False
-    numbers = torch.arange(1.0, 1 + x.numel(), device=x.device).sin()
-    queue = [(edge_of(x), (x == 0) * numbers.view(x.shape).to(x.dtype))]
-    with state().pull():
-        for _ in range(_STEPS_TO_A_MASK):
-            if not queue:
-                return True
-            edge, cotangent = queue.pop()
-            if is_leaf(edge.node) or not is_own(edge.node):
-                return False
-            places = parents(edge.node)
-            found = zip(places, pull([edge], places, [cotangent]))
-            queue += [(p, g) for p, g in found if g is not None and bool(g.any())]
-    return False
+    zeros, generator = x == 0, torch.Generator()
+    found, known = torch.zeros_like(zeros), _Tangents()
+    # to unpack what was saved may compute it once more
+    for depth in () if are_kept() else _STEPS_TO_A_MASK:
+        if len(known) > _MOST_STEPS or not bool((zeros & ~found).any()):
+            break
+        with state().pull(), torch.enable_grad():
+            tangent = _tangent(edge_of(x), depth, generator, known)
+        found |= zeros & (tangent == 0)
+    return found
+
+
+def _tangent(
+    edge: GradientEdge, depth: int, generator: torch.Generator, known: _Tangents
+) -> Tensor:
+    """Let a place in the graph change with all that is so many nodes behind it."""
+    place = edge.node, edge.output_nr, depth
+    if place not in known:
+        zeros, places = zeros_at(edge), parents(edge.node)
+        known[place] = torch.rand(zeros.shape, generator=generator).to(zeros)
+        passes = is_own(edge.node) or name_of(edge.node) == _SLICES
+        if depth and passes and not is_leaf(edge.node):
+            behind = [_tangent(p, depth - 1, generator, known) for p in places]
+            with suppress(RuntimeError):  # it has no derivative
+                known[place] = _pushed(edge, places, behind)
+    return known[place]
+
+
+def _pushed(
+    edge: GradientEdge, places: Sequence[GradientEdge], tangents: Sequence[Tensor]
+) -> Tensor:
+    """Multiply with a node's Jacobian, which is what its backward is linear in."""
+    cotangent = zeros_at(edge).requires_grad_()
+    pulled = pull([edge], places, [cotangent], create_graph=True)
+    pairs = [(g, t) for g, t in zip(pulled, tangents) if g is not None]
+    pairs = [(g, t) for g, t in pairs if g.requires_grad]
+    (found,) = pull([g for g, _ in pairs], cotangent, [t for _, t in pairs])
+    return zeros_at(edge) if found is None else found
 
 
 def _regular(

@@ -387,7 +387,7 @@ def _written(done: Performed, trial: Trial, n: int) -> list[Placement] | None:
 
 def _may_leave_rows(trial: Trial) -> bool:
     """Tell whether factors of zero may leave rows to samples that are not there."""
-    return trial.is_of_few() and bool(trial.masks())
+    return trial.masks.is_of_few() and bool(trial.masks.found())
 
 
 def _contracted(done: Performed, trial: Trial, n: int) -> list[Placement] | None:
@@ -415,12 +415,14 @@ def _multiplied(done: Performed, trial: Trial, n: int) -> list[Placement] | None
     shape = done.outs[0].shape
     if done.name.startswith("conv") or not shape.numel():
         return None
-    masks = trial.masks()
+    masks = trial.masks.found()
     own, met = _owners(trial, places, masks, shape)
-    if met and trial.note_masks():
-        masks = trial.masks()
+    for _ in trial.masks.learned() if met else ():
+        masks = trial.masks.found()
         own, met = _owners(trial, places, masks, shape)
-    trial.is_for_once = bool(masks)
+        if not met:
+            break
+    trial.masks.were_read = bool(masks)
     if met:
         return [Mixed(trial.describe())]
     nobody = unentered(done.outs[0], n)  # if all factors are zero
@@ -440,7 +442,7 @@ def _owners(
     for x, own in ((trial.flat[k], trial.numbers[k]) for k in places):
         weight = torch.ones((), device=x.device, dtype=torch.float64)
         if any(x is mask for mask in masks):
-            weight = (x != 0).to(weight)
+            weight = trial.masks.entries_of(x).to(weight)
         own = torch.full((), -1, device=x.device) if own is None else compact(own)
         small = torch.broadcast_tensors(weight, own, weight.new_ones([1] * x.dim()))
         factors.append([small[:2], [part.expand(x.shape) for part in small[:2]]])

@@ -24,7 +24,6 @@ from backpack.core.layout import (
     Mixed,
     Placement,
     bits,
-    compact,
     conflict,
     has_bit,
     sample_numbers,
@@ -36,12 +35,12 @@ from backpack.engine.functions import (
     ATTENTION,
     FAULTING,
     MOVING,
-    PRODUCTS,
     REARRANGING,
     RECURRENT,
     SELECTING,
     is_fill,
 )
+from backpack.engine.masks import Masks
 from backpack.engine.other_numbers import (
     EXTREMES,
     all_different,
@@ -53,7 +52,6 @@ from backpack.engine.other_numbers import (
     on_cpu,
     redrawn,
 )
-from backpack.engine.probes import has_zeros, zeros_stay
 from backpack.utils.types import dense, is_inexact, is_same, tensors_in
 
 # What replaces samples
@@ -120,8 +118,7 @@ class Trial:
         flat: Its arguments, as leaves of a tree.
         numbers: Sample numbers of the entries of each argument; ``None`` for those that
             do not depend on samples.
-        is_product: Whether zeros of a factor leave out what they are multiplied with.
-        is_for_once: Whether a rule has looked at the zeros of these operands.
+        masks: Those among its operands, and factors with zeros.
     """
 
     def __init__(self, done: Performed, of: Callable[[Tensor], Placement], n: int):
@@ -141,8 +138,7 @@ class Trial:
         ]
         self._states = done.states or {}
         self._generators = generators_for(self.flat)
-        self._masked: list[Tensor] = []  # learned factors with zeros that aren't
-        self.is_for_once, self.is_product = False, done.name in PRODUCTS
+        self.masks = Masks(done.name, tuple(self.flat), self.numbers, n)
         self._drawn: set[bytes] = set()  # in what states generators have been left
 
     def describe(self) -> str:
@@ -202,10 +198,9 @@ class Trial:
                 steps = [bool(_is_whole(x).all()) for x in map(dense, outs)]
                 asked = list(map(any, zip(asked, steps)))
             mixed = lasts and any(isinstance(p, Mixed) for p in found)
-            if mixed:
-                self.note_masks()
-            wide = mixed or lasts and self.is_of_few()
-            if wide and self.masks():  # by zeros, times which NaN is NaN
+            wide = mixed or lasts and self.masks.is_of_few()
+            list(self.masks.learned() if mixed else ())
+            if wide and self.masks.found():  # by zeros, times which NaN is NaN
                 self.flat = self._with_ordinary_numbers()
                 found, hides, lasts = self._probe(UNLIKE)[0], False, False
                 pairs = zip(found, outs)
@@ -323,77 +318,6 @@ class Trial:
             return False
         return type(simplify(own.where(certain, -1), self._n, True)) is Layout
 
-    def leaving_out(self) -> list[Tensor]:
-        """List masks, and factors whose zeros may keep samples apart.
-
-        What is learned, and zero by chance, does not: its gradient is not.
-
-        Returns:
-            These operands.
-        """
-        if self._name == ATTENTION:
-            return [x for x in self.flat if isinstance(x, Tensor)][3:]
-        if not self.is_product:
-            return []
-        pairs = [(x, i) for x, i in zip(self.flat, self.numbers) if is_inexact(x)]
-        several = sum(i is not None for _, i in pairs) > 1
-        return [
-            x
-            for x, i in pairs
-            if i is None or several and x.layout is torch.strided
-            if self._is_mask(x)
-        ]
-
-    def _is_mask(self, x: Tensor) -> bool:
-        return not x.requires_grad or any(x is own for own in self._masked)
-
-    def note_masks(self) -> bool:
-        """Look for learned factors with zeros that no learning changes.
-
-        Returns:
-            Whether there are some.
-        """
-        if self.is_product:
-            own = [x for x in self.flat if is_inexact(x) and x.requires_grad]
-            own = [x for x in own if x.layout is torch.strided and has_zeros(x)]
-            self._masked = list(filter(zeros_stay, own))
-        return bool(self._masked)
-
-    def may_differ(self, found: Sequence[Placement]) -> bool:
-        """Tell whether other zeros, or another mask, may lead to something else.
-
-        Args:
-            found: Where samples are in the results.
-
-        Returns:
-            Whether they may.
-        """
-        mixed = any(isinstance(placement, Mixed) for placement in found)
-        if self.is_for_once or mixed and self.is_product:
-            return True
-        return bool(self.leaving_out()) and (mixed or self.is_of_few())
-
-    def masks(self) -> list[Tensor]:
-        """List masks, and factors whose zeros do keep entries apart.
-
-        Returns:
-            These operands.
-        """
-        found = self.leaving_out()
-        return [x for x in found if self._name == ATTENTION or has_zeros(x)]
-
-    def is_of_few(self) -> bool:
-        """Tell whether some samples are not there, so that it may not show.
-
-        Returns:
-            Whether some are not.
-        """
-        there = torch.zeros(self._n + 1, dtype=torch.bool)
-        for i in self.numbers:
-            if i is not None:
-                there[compact(i).flatten().cpu() + 1] = True  # -1 comes first
-        return not bool(there[1:].all())
-
     def _may_be_left_out(self, found: list[Placement]) -> bool:
         """Tell whether no NaN has shown, although results may hold samples."""
         if any(p is not None for p in found) or is_fill(self._name):
@@ -407,16 +331,17 @@ class Trial:
         seem to be left out, too.
         """
         new: list[Any] = []
-        masks = self.leaving_out() if self._name == ATTENTION else []
+        factors = self.masks.candidates()
         with self._drawing():
             for x, i in zip(self.flat, self.numbers):
                 if is_inexact(x) and (i is None or x.layout is torch.strided):
-                    is_mask = i is None and any(x is mask for mask in masks)
-                    factor = self.is_product and self._is_mask(x)
-                    x = x.detach().to(torch.promote_types(x.dtype, torch.float64))
-                    if factor:
-                        x = x.bool().to(x.dtype)  # of a sparse matrix, and NaN, too
-                    elif is_mask:
+                    is_mask = any(x is factor for factor in factors)
+                    dtype = torch.promote_types(x.dtype, torch.float64)
+                    if is_mask and self.masks.is_product:
+                        new.append(self.masks.entries_of(x).to(dtype))
+                        continue
+                    x = x.detach().to(dtype)
+                    if is_mask and i is None:
                         least = torch.finfo(self._outs[0].dtype).min / 2
                         x = torch.zeros_like(x).masked_fill(x < least, -inf)
                     else:

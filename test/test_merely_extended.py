@@ -20,6 +20,7 @@ from torch.nn.utils.rnn import pack_padded_sequence
 from torch.utils.flop_counter import FlopCounterMode
 
 from backpack import backpack, disable, extend
+from backpack.engine.record import Call
 from backpack.extensions import BatchGrad
 
 D = 4
@@ -501,3 +502,26 @@ def test_tensors_without_numbers() -> None:
     with FakeTensorMode():
         model = extend(nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2)))
         assert model(torch.empty(5, 4)).shape == (5, 2)
+
+
+def test_many_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What each output lets go of is let go of once."""
+    release, released, counts = Call.release, [], []
+
+    def counting(call: Call, *args: Any) -> None:
+        released.append(call)
+        release(call, *args)
+
+    monkeypatch.setattr(Call, "release", counting)
+    for heads in (16, 32):
+        model = Lambda(
+            lambda m, x: [h(m.b(x)) for h in m.h],
+            b=nn.Linear(3, 4),
+            h=nn.ModuleList(nn.Linear(4, 2) for _ in range(heads)),
+        )
+        loss = extend(nn.MSELoss())
+        outputs = extend(model)(torch.rand(N, 3))
+        sum(loss(f, torch.zeros(N, 2)) for f in outputs).backward()
+        counts.append(len(released))
+        released.clear()
+    assert counts[1] < 2.2 * counts[0]

@@ -1951,6 +1951,12 @@ COMBINED: Dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "matmul": lambda weights, h: weights.flatten(1) @ h.flatten(0, 1),
     "linear": lambda weights, h: F.linear(h.flatten(0, 1).mT, weights.flatten(1)).mT,
     "tensordot": lambda weights, h: torch.tensordot(weights, h, 2),
+    "three-factors": lambda weights, h: torch.einsum(
+        "sec,ecd,dk->sk", weights, h, torch.eye(h.shape[2]).to(h)
+    ),
+    "chain": lambda weights, h: torch.linalg.multi_dot(
+        [weights.flatten(1), h.flatten(0, 1), torch.eye(h.shape[2]).to(h)]
+    ),
     "addmm": lambda weights, h: torch.addmm(
         torch.ones_like(h[0, 0]), weights.flatten(1), h.flatten(0, 1)
     ),
@@ -1990,6 +1996,26 @@ def test_routed_by_factors_of_zero(
     assert any(tried) is (combine == "addmm")
 
 
+@pytest.mark.parametrize("inside", [False, True], ids=["outside", "inside"])
+def test_zeros_inside_of_a_checkpoint(inside: bool) -> None:
+    """Nothing is computed once more for them: a message says that nobody knows."""
+
+    def forward(m: Module, x: Tensor) -> Tensor:
+        options = {"weights": WEIGHED["product"], "combine": COMBINED["matmul"]}
+        if inside:
+            return checkpoint(routed, m, x, use_reentrant=False, **options)
+        return routed(m, x, **options)
+
+    row = Row(
+        lambda: Lambda(forward, g=nn.Linear(D, 3), w=param(3, D, 2)),
+        lambda: (randn(2, D)()[0],),
+    )
+    if inside:
+        assert_refused(row, "BatchGrad", "samples have met in .* checkpoint")
+    else:
+        assert_right(row)
+
+
 @pytest.mark.parametrize("combine", COMBINED)
 def test_zeros_that_are_learned(combine: str) -> None:
     """They do not: their derivatives bring samples together."""
@@ -2021,7 +2047,7 @@ def ones(x: Tensor) -> Tensor:
 
 
 # What weighs tokens, of scores [N, T, T]: a matrix that is zero between samples
-BETWEEN: Dict[str, Callable[[Tensor], Tensor]] = {
+BLOCKS: Dict[str, Callable[[Tensor], Tensor]] = {
     "slices": written_in_slices,
     "blocks": lambda scores: torch.block_diag(*scores),
     "mask": lambda scores: scores.flatten(0, 1).repeat(1, len(scores)) * ones(scores),
@@ -2038,12 +2064,12 @@ WITHIN: Dict[str, Callable[[Tensor], Tensor]] = {
 
 
 @pytest.mark.parametrize("within", WITHIN)
-@pytest.mark.parametrize("between", BETWEEN)
+@pytest.mark.parametrize("between", BLOCKS)
 def test_zeros_within_samples(within: str, between: str) -> None:
     """They may be learned: it matters which zeros keep samples apart."""
 
     def forward(m: Module, x: Tensor) -> Tensor:
-        weights = BETWEEN[between](WITHIN[within](m.q(x) @ m.k(x).mT))
+        weights = BLOCKS[between](WITHIN[within](m.q(x) @ m.k(x).mT))
         return (weights @ m.v(x).flatten(0, 1)).view(*x.shape[:2], -1).sin()
 
     row = Row(

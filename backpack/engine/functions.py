@@ -163,6 +163,8 @@ PRODUCTS = frozenset(
     "addbmm baddbmm smm _sparse_mm _sparse_addmm chain_matmul linalg_matmul "
     "linalg_multi_dot linalg_vecdot bilinear conv1d conv2d conv3d".split()
 )
+# ... and those of more than two, of which each is a factor
+CHAINS = frozenset(["einsum", "linalg_multi_dot", "chain_matmul"])
 # Operations in which a mask has no say but for entries at its own places
 MASKED = POINTWISE.union(PRODUCTS, [ATTENTION]) - MOVING
 # What is made in another one's shape, by functions `<name>_like` and `new_<name>`

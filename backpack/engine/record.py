@@ -282,7 +282,9 @@ class Call:
         Args:
             keeps: Whether another pass needs it: then drop what modules store.
         """
-        for call in (self, *[ref.alive() for ref in self.inside]):
+        calls = (self, *[ref.alive() for ref in self.inside])
+        self.inside = self.inside if keeps else ()  # each of its outputs asks for this
+        for call in calls:
             if call is not None:
                 for use in call.uses:
                     use.release(keeps)

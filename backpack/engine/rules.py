@@ -31,9 +31,15 @@ from backpack.core.layout import (
 )
 from backpack.core.operations import find_operation
 from backpack.engine import functions, picked
+from backpack.engine.saved import are_kept
 from backpack.engine.trials import DENSE_ELEMENTS, Performed, Trial
 from backpack.engine.views import in_storage
 from backpack.utils.types import is_inexact, tensors_in
+
+NOT_ASKED = (
+    " (of what is learned, zeros that a mask has made are not told from others inside "
+    "of a checkpoint, or where there are other hooks on what is saved)"
+)
 
 
 def quick_rule(done: Performed, of: Where) -> list[Placement] | None:
@@ -410,8 +416,10 @@ def _multiplied(done: Performed, trial: Trial, n: int) -> list[Placement] | None
     """Count whose entries are multiplied and added up, but for those times zero."""
     places = [k for k, x in enumerate(trial.flat) if is_inexact(x)]
     factors = [trial.flat[k] for k in places]
-    if len(places) != 2 or any(x.layout is not torch.strided for x in factors):
-        return None  # a third one may be added; sparse ones have their own rules
+    if any(x.layout is not torch.strided for x in factors):
+        return None  # sparse ones have their own rules
+    if len(places) != 2 and done.name not in functions.CHAINS:
+        return None  # a third one is added
     shape = done.outs[0].shape
     if done.name.startswith("conv") or not shape.numel():
         return None
@@ -424,7 +432,8 @@ def _multiplied(done: Performed, trial: Trial, n: int) -> list[Placement] | None
             break
     trial.masks.were_read = bool(masks)
     if met:
-        return [Mixed(trial.describe())]
+        hidden = are_kept() and any(x.requires_grad and not x.all() for x in factors)
+        return [Mixed(trial.describe() + (NOT_ASKED if hidden else ""))]
     nobody = unentered(done.outs[0], n)  # if all factors are zero
     return [nobody if (found := simplify(own, n)) is None else found]
 

@@ -2032,6 +2032,64 @@ def test_zeros_that_are_learned(combine: str) -> None:
     assert_refused(row, "BatchGrad", "samples have met")
 
 
+# How tokens [S, D] are sent to places [E, S, D] of experts, and taken from there
+SENT: Dict[str, Tuple[Callable, Callable]] = {
+    "einsum": (
+        lambda h, chosen, rank, weights: torch.einsum(
+            "sec,sd->ecd", (weights != 0).to(h), h
+        ),
+        lambda q, chosen, rank, weights: torch.einsum("sec,ecd->sd", weights, q),
+    ),
+    "index": (
+        lambda h, chosen, rank, weights: h.new_zeros(3, len(h), h.shape[1]).index_put(
+            (chosen, rank), h
+        ),
+        lambda q, chosen, rank, weights: q[chosen, rank] * weights.sum((1, 2))[:, None],
+    ),
+    "matrix": (
+        lambda h, chosen, rank, weights: (
+            (weights != 0).to(h).flatten(1).mT @ h
+        ).unflatten(0, (3, len(h))),
+        lambda q, chosen, rank, weights: weights.flatten(1) @ q.flatten(0, 1),
+    ),
+}
+
+
+@pytest.mark.parametrize("lone", [[], [1], [0], [3], [0, 2], [0, 1, 2]], ids=str)
+@pytest.mark.parametrize("learned", [False, True])
+@pytest.mark.parametrize("name", SENT)
+def test_rows_of_nobody_in_places(name: str, learned: bool, lone: List[int]) -> None:
+    """What is empty is not of those beside it, nor of those who could have met it."""
+    send, take = SENT[name]
+
+    def forward(m: Module, x: Tensor, edges: Tensor) -> Tensor:
+        h = torch.block_diag(*edges) @ m.a(x).flatten(0, 1)
+        if learned:
+            h = (m.k[: len(h), : len(h)] * ones(x)) @ h
+        p = m.g(h).softmax(1)
+        chosen, mask, place = slots(p)
+        weights = p.amax(1)[:, None, None] * mask[:, :, None] * place[:, None]
+        args = chosen, place.argmax(1), weights
+        y = take(m.e(send(h, *args)).tanh(), *args)
+        return m.o(y).view(*x.shape[:2], -1)
+
+    def model() -> Module:
+        layers = {"a": nn.Linear(D, D), "g": nn.Linear(D, 3), "e": nn.Linear(D, D)}
+        own = {"k": param(3 * N, 3 * N)} if learned else {}
+        return Lambda(forward, o=nn.Linear(D, 2), **layers, **own)
+
+    edges = torch.ones(N, 3, 3, dtype=F64)
+    edges[lone] = 0.0
+    edges[1, 0] = 0.0
+    row = Row(
+        model,
+        lambda: (randn(3, D)()[0], edges),
+        quantities=["BatchGrad", "DiagGGNExact"],
+        alone=False,
+    )
+    assert_right(row)
+
+
 def written_in_slices(blocks: Tensor) -> Tensor:
     """Write blocks [N, T, T] to the diagonal of a matrix."""
     t = blocks.shape[1]

@@ -85,6 +85,7 @@ TAILS: Dict[str, Callable[[], Module]] = {
     "convolutions": lambda: conv(nn.Conv1d(3, 3, 2)),
     "grouped": lambda: conv(nn.Conv1d(3, 6, 1, groups=3), nn.Conv1d(6, 3, 2)),
     "transposed": lambda: conv(nn.ConvTranspose1d(3, 3, 2)),
+    "normalized": lambda: conv(nn.InstanceNorm1d(3, affine=True)),
     "average-pooling": lambda: conv(nn.Conv1d(3, 3, 2), nn.AvgPool1d(2)),
     "upsampling": lambda: conv(nn.Upsample(scale_factor=2), nn.Conv1d(3, 3, 2)),
     "statistics": lambda: conv(nn.Conv1d(3, 3, 2), nn.BatchNorm1d(3).eval()),

@@ -15,7 +15,16 @@ from __future__ import annotations
 
 from itertools import product
 from math import prod
-from typing import Any, Callable, Hashable, Iterator, NamedTuple, Sequence, Union
+from typing import (
+    Any,
+    Callable,
+    Hashable,
+    Iterable,
+    Iterator,
+    NamedTuple,
+    Sequence,
+    Union,
+)
 
 import torch
 from torch import Tensor
@@ -171,7 +180,7 @@ def reshaped(
     if placement is None or isinstance(placement, Mixed):
         return placement
     numbers = sample_numbers(placement, before, n, torch.device("cpu"))
-    return simplify(numbers.reshape(shape), n)
+    return simplify(numbers.reshape(shape), n, fills=True)
 
 
 def agree(a: Placement, b: Placement) -> bool:
@@ -239,7 +248,7 @@ def conflict(some: Tensor, others: Tensor) -> bool:
 
 
 def simplify(
-    numbers: Tensor, n: int, is_partial: bool = False
+    numbers: Tensor, n: int, is_partial: bool = False, fills: bool = False
 ) -> Layout | Tensor | None:
     """Find the simplest placement that agrees with sample numbers where they are known.
 
@@ -251,6 +260,7 @@ def simplify(
         n: Number N of samples.
         is_partial: Whether not all samples have been seen yet, so that a layout that
             agrees with those that have is taken. Default: ``False``.
+        fills: Whether what is unknown is of the samples beside it. Default: ``False``.
 
     Returns:
         The placement, ``None`` if nothing is known.
@@ -265,20 +275,18 @@ def simplify(
     known = numbers >= 0
     if not bool(known.any()):
         return None
+    if not (fills or is_partial or n == 1 or bool(known.all())):
+        return numbers.clone()
     least, most = numbers.where(known, n).min(), numbers.max()
     layouts, single = list(_regular(numbers, n)), bool(least == most)
     if layouts and n == 1:
         return layouts[0]
     if len(layouts) == 1 and not (is_partial and single):
-        own = _along(numbers, layouts[0].axis, n)
+        own = _along(numbers, layouts[0].axis)
         if is_partial or not bool((own < 0).any()):
             return layouts[0]
         numbers = own
-    if n == 1:
-        numbers = most.expand([1] * numbers.dim())
-    elif not layouts:
-        numbers = _filled(numbers, n)
-    return numbers.clone()
+    return most.expand([1] * numbers.dim()).clone() if n == 1 else numbers.clone()
 
 
 def _regular(numbers: Tensor, n: int) -> Iterator[Layout]:
@@ -286,7 +294,7 @@ def _regular(numbers: Tensor, n: int) -> Iterator[Layout]:
     for axis, size in enumerate(numbers.shape):
         if size % n:
             continue
-        own = _along(numbers, axis, n)
+        own = _along(numbers, axis)
         if own is None:
             continue
         own, place = own.flatten(), torch.arange(size, device=numbers.device)
@@ -297,17 +305,29 @@ def _regular(numbers: Tensor, n: int) -> Iterator[Layout]:
                     yield Layout(axis, inner)
 
 
-def _along(numbers: Tensor, axis: int, n: int) -> Tensor | None:
-    """Return the sample of each slice along an axis; ``None`` if one has several.
-
-    The others are of length 1 then.
-    """
+def _along(numbers: Tensor, axis: int) -> Tensor | None:
+    """Return the sample of each slice along an axis; ``None`` if one has several."""
     if numbers.numel() == numbers.size(axis):
         return numbers
-    others = [d for d in range(numbers.dim()) if d != axis]
-    highest = numbers.amax(others, keepdim=True)
-    lowest = numbers.where(numbers >= 0, n).amin(others, keepdim=True)
-    return highest if bool(((highest == lowest) | (highest < 0)).all()) else None
+    own = only_known(numbers, [d for d in range(numbers.dim()) if d != axis])
+    return own if own.numel() == numbers.size(axis) else None
+
+
+@out_of_sight
+def only_known(numbers: Tensor, axes: Iterable[int]) -> Tensor:
+    """Let what belongs to nobody be of the only sample beside it along some axes.
+
+    Args:
+        numbers: Sample numbers, -1 where there is none.
+        axes: The axes.
+
+    Returns:
+        The samples, of length 1 along these axes; if some have several, as they were.
+    """
+    axes = list(axes)
+    highest = numbers.amax(axes, keepdim=True)
+    lowest = numbers.where(numbers >= 0, highest).amin(axes, keepdim=True)
+    return highest if torch.equal(highest, lowest) else numbers
 
 
 def once(placement: Tensor, what: Hashable, compute: Callable[[], Any]) -> Any:
@@ -413,20 +433,6 @@ def combined(data: list[Tensor], out: Tensor, of: Where, n: int) -> Placement:
             return None
         numbers = own.where(own >= 0, numbers)
     return simplify(numbers.broadcast_to(out.shape), n)
-
-
-def _filled(numbers: Tensor, n: int) -> Tensor:
-    """Let what is unknown belong to the sample that has the rest of its slice.
-
-    If other samples use it, they meet there, which is found out.
-    """
-    for axis, size in enumerate(numbers.shape):
-        if size == 1 or numbers.dim() == 1:
-            continue  # a slice would be all of it
-        own = _along(numbers, axis, n)
-        if own is not None:
-            return numbers.where(numbers >= 0, own)
-    return numbers
 
 
 def has_bit(numbers: Tensor, bit: int, value: int = 1) -> Tensor:

@@ -308,7 +308,8 @@ def note_inside(inspection: Inspection, _: list[Tensor]) -> bool:
     for use, node in entered:
         inside = inspection.inside(use)
         places = [x for x in graph.parents(node) if x.node in inside]
-        use.is_passed |= any(explain_place(place) is not None for place in places)
+        # else, what takes a constant as well is a use itself
+        use.is_passed |= all(explain_place(place) is not None for place in places)
     return any(use.is_passed for use, _ in entered)
 
 

@@ -79,12 +79,26 @@ class Masks:
         """
         factors = [x for x in self._flat if self.is_product and is_inexact(x)]
         factors = [x for x in factors if x.requires_grad and x.layout is torch.strided]
+        factors = [x for x in factors if self._meets_samples(x)]
         zeros = {id(x): int((x == 0).sum()) for x in factors}
         for x in sorted(factors, key=lambda x: -zeros[id(x)]):
             there = ~left_out(x) if zeros[id(x)] else None
             if there is not None and not bool(there.all()):
                 self._learned[id(x)] = there
                 yield x
+
+    def _meets_samples(self, x: Tensor) -> bool:
+        pairs = zip(self._flat, self._numbers)
+        return any(i is not None and y is not x for y, i in pairs)
+
+    def lack_samples(self) -> bool:
+        """Tell whether some samples, or those of some entries, are not there.
+
+        Returns:
+            Whether it is so.
+        """
+        numbers = [compact(i) for i in self._numbers if i is not None]
+        return self.is_of_few() or any(bool((i < 0).any()) for i in numbers)
 
     def entries_of(self, x: Tensor) -> Tensor:
         """Tell which entries of a factor do not leave out what they multiply.

@@ -94,7 +94,7 @@ def find_owners(inspection: Inspection, current: State) -> None:
                 known = use.placements[index]
                 numbers = sample_numbers(known, shape, use.n, own.device)
                 numbers = numbers.where(numbers >= 0, own.reshape(shape))
-                where = simplify(numbers, use.n)
+                where = simplify(numbers, use.n, fills=True)
                 if where is not None:  # else, entries of nobody's have no gradient
                     use.placements[index] = where
 

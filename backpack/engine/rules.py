@@ -24,6 +24,7 @@ from backpack.core.layout import (
     compact,
     conflict,
     nobodys,
+    only_known,
     pointwise,
     simplify,
     spans,
@@ -111,6 +112,11 @@ def _along(done: Performed, of: Where) -> list[Placement] | None:
     return found
 
 
+def _reduces(done: Performed) -> bool:
+    """Tell whether all results have fewer entries than the operand with samples."""
+    return all(out.numel() < done.data[0].numel() for out in done.outs)
+
+
 def _axes(done: Performed) -> set[int]:
     """Tell along which axes an operation acts; none if that is not known."""
     (x,), args = done.data, done.args
@@ -152,6 +158,13 @@ def rule(done: Performed, trial: Trial, of: Where, n: int) -> list[Placement] | 
     found = _picked(done, trial, of, n)
     if found is not None:
         return [found]
+    if len(data) == 1 and name in functions.ALONG and _reduces(done):
+        along, own = _axes(done), trial.numbers_of(data[0])
+        if along and own is not None:
+            known = only_known(own, along)  # what is nobody's is added to what is known
+            kept = _along(done, lambda _: known)
+            if kept is not None:
+                return [simplify(i, n) if isinstance(i, Tensor) else i for i in kept]
     if name in ("nonzero", "argwhere") or name == "where" and len(flat) == 1:
         hits = None if numbers[0] is None else numbers[0][flat[0] != 0]
         if hits is not None and len(data) == 1 and hits.shape == outs[0].shape[:1]:
@@ -260,8 +273,8 @@ def _rearranged(done: Performed, trial: Trial, n: int) -> list[Placement] | None
         new[0] = new[0].contiguous()
     found = tensors_in(trial.call(new))
     if done.name == "_pack_padded_sequence":
-        return [simplify(found[0], n), None]
-    return [simplify(x, n) for x in found]
+        return [simplify(found[0], n, fills=True), None]
+    return [simplify(x, n, fills=True) for x in found]
 
 
 def _is_size(x: Any) -> bool:
@@ -409,7 +422,9 @@ def _contracted(done: Performed, trial: Trial, n: int) -> list[Placement] | None
     if _may_leave_rows(trial):
         return None
     rows = operation.rows_of(own)
-    return None if rows is None else [simplify(rows.expand(done.outs[0].shape), n)]
+    if rows is None:
+        return None
+    return [simplify(rows.expand(done.outs[0].shape), n)]
 
 
 def _multiplied(done: Performed, trial: Trial, n: int) -> list[Placement] | None:
@@ -418,24 +433,26 @@ def _multiplied(done: Performed, trial: Trial, n: int) -> list[Placement] | None
     factors = [trial.flat[k] for k in places]
     if any(x.layout is not torch.strided for x in factors):
         return None  # sparse ones have their own rules
-    if len(places) != 2 and done.name not in functions.CHAINS:
+    if len(places) < 2 or len(places) > 2 and done.name not in functions.CHAINS:
         return None  # a third one is added
     shape = done.outs[0].shape
     if done.name.startswith("conv") or not shape.numel():
         return None
     masks = trial.masks.found()
     own, met = _owners(trial, places, masks, shape)
-    for _ in trial.masks.learned() if met else ():
+    lacks = trial.masks.lack_samples()  # so that it may not show that they meet
+    for _ in trial.masks.learned() if met or lacks else ():
         masks = trial.masks.found()
         own, met = _owners(trial, places, masks, shape)
-        if not met:
+        if not (met or lacks):
             break
-    trial.masks.were_read = bool(masks)
+    trial.masks.were_read = bool(masks or lacks)
     if met:
         hidden = are_kept() and any(x.requires_grad and not x.all() for x in factors)
         return [Mixed(trial.describe() + (NOT_ASKED if hidden else ""))]
     nobody = unentered(done.outs[0], n)  # if all factors are zero
-    return [nobody if (found := simplify(own, n)) is None else found]
+    found = simplify(own, n)
+    return [nobody if found is None else found]
 
 
 def _owners(

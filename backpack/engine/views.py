@@ -149,7 +149,7 @@ def in_storage(x: Tensor, numbers: Tensor, view: Tensor, n: int) -> Placement:
     part = memory.as_strided(x.shape, x.stride(), x.storage_offset())
     part.copy_(numbers)
     shown = memory.as_strided(view.shape, view.stride(), view.storage_offset())
-    return simplify(shown, n)
+    return simplify(shown, n, fills=True)
 
 
 def _as_real(x: Tensor) -> Tensor:

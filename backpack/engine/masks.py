@@ -91,15 +91,6 @@ class Masks:
         pairs = zip(self._flat, self._numbers)
         return any(i is not None and y is not x for y, i in pairs)
 
-    def lack_samples(self) -> bool:
-        """Tell whether some samples, or those of some entries, are not there.
-
-        Returns:
-            Whether it is so.
-        """
-        numbers = [compact(i) for i in self._numbers if i is not None]
-        return self.is_of_few() or any(bool((i < 0).any()) for i in numbers)
-
     def entries_of(self, x: Tensor) -> Tensor:
         """Tell which entries of a factor do not leave out what they multiply.
 

@@ -440,7 +440,7 @@ def _multiplied(done: Performed, trial: Trial, n: int) -> list[Placement] | None
         return None
     masks = trial.masks.found()
     own, met = _owners(trial, places, masks, shape)
-    lacks = trial.masks.lack_samples()  # so that it may not show that they meet
+    lacks = trial.masks.is_of_few()  # so that it may not show that they meet
     for _ in trial.masks.learned() if met or lacks else ():
         masks = trial.masks.found()
         own, met = _owners(trial, places, masks, shape)

@@ -199,7 +199,7 @@ class Trial:
                 asked = list(map(any, zip(asked, steps)))
             mixed = lasts and any(isinstance(p, Mixed) for p in found)
             wide = mixed or lasts and self.masks.is_of_few()
-            list(self.masks.learned() if mixed or self.masks.lack_samples() else ())
+            list(self.masks.learned() if wide else ())
             if wide and self.masks.found():  # by zeros, times which NaN is NaN
                 self.flat = self._with_ordinary_numbers()
                 found, hides, lasts = self._probe(UNLIKE)[0], False, False

@@ -150,10 +150,11 @@ class BackwardPass:
         looks = bool(exts) or not current.gradient
         self._look_at(roots if looks else ())
         if self._separating and not any(ext.walks_modules for ext in exts):
-            for note in (coverage.note_inside, coverage.note_unseen):
-                params = [p for group in self.groups for p in group.params]
-                if note(self.inspection, params):
-                    self._look_at(roots)
+            if coverage.note_inside(self.inspection):
+                self._look_at(roots)
+            params = [p for group in self.groups for p in group.params]
+            if coverage.note_unseen(self.inspection, params):
+                self._look_at(roots)
         self._inspect(inputs)
         for call in self.inspection.losses:
             self.reductions.append(call.reduction)

@@ -293,14 +293,13 @@ Places = dict[Node, dict[int, list[Node]]]
 
 
 @out_of_sight
-def note_inside(inspection: Inspection, params: list[Tensor]) -> bool:
+def note_inside(inspection: Inspection) -> bool:
     """Take apart layers of several steps that a derivative of the network goes through.
 
     It takes what they have computed inside, as of a recurrent layer, at each step.
 
     Args:
         inspection: What the graph looks like.
-        params: Parameters that have uses.
 
     Returns:
         Whether there are any, for which the graph has to be inspected again.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Any, Iterator, Sequence
 
 import torch
@@ -115,14 +116,11 @@ class Masks:
         mixed = any(isinstance(placement, Mixed) for placement in found)
         if self.were_read or mixed and self.is_product:
             return True
-        return bool(self.candidates()) and (mixed or self.is_of_few())
+        return bool(self.candidates()) and (mixed or self.is_of_few)
 
+    @cached_property
     def is_of_few(self) -> bool:
-        """Tell whether some samples are not there, so that it may not show.
-
-        Returns:
-            Whether some are not.
-        """
+        """Whether some samples are not there, so that it may not show if they meet."""
         there = torch.zeros(self._n + 1, dtype=torch.bool)
         for i in self._numbers:
             if i is not None:

@@ -121,7 +121,7 @@ def scattered(done: Performed, trial: Trial, n: int) -> Placement:
     own = numbers(index)
     if own is None or not own.numel() or not x.dim() or not isinstance(dim, int):
         return None
-    if trial.masks.is_of_few():  # other places may be other samples'
+    if trial.masks.is_of_few:  # other places may be other samples'
         return written(done, trial, n, by_numbers=True)
     line = own.amax(dim, keepdim=True)
     if bool((own != line).any()):
@@ -151,7 +151,7 @@ def put(done: Performed, trial: Trial, n: int) -> Placement:
     consuming = [y for y in parts if y is not None]
     if all(numbers(y) is None for y in parts) or len(consuming) > x.dim():
         return None
-    if trial.masks.is_of_few():
+    if trial.masks.is_of_few:
         return written(done, trial, n, by_numbers=True)
     # along axes where samples pick, all places are one
     shape = [

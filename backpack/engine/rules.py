@@ -406,7 +406,7 @@ def _written(done: Performed, trial: Trial, n: int) -> list[Placement] | None:
 
 def _may_leave_rows(trial: Trial) -> bool:
     """Tell whether factors of zero may leave rows to samples that are not there."""
-    return trial.masks.is_of_few() and bool(trial.masks.found())
+    return trial.masks.is_of_few and bool(trial.masks.found())
 
 
 def _contracted(done: Performed, trial: Trial, n: int) -> list[Placement] | None:
@@ -440,7 +440,7 @@ def _multiplied(done: Performed, trial: Trial, n: int) -> list[Placement] | None
         return None
     masks = trial.masks.found()
     own, met = _owners(trial, places, masks, shape)
-    lacks = trial.masks.is_of_few()  # so that it may not show that they meet
+    lacks = trial.masks.is_of_few  # so that it may not show that they meet
     for _ in trial.masks.learned() if met or lacks else ():
         masks = trial.masks.found()
         own, met = _owners(trial, places, masks, shape)

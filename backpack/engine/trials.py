@@ -198,7 +198,7 @@ class Trial:
                 steps = [bool(_is_whole(x).all()) for x in map(dense, outs)]
                 asked = list(map(any, zip(asked, steps)))
             mixed = lasts and any(isinstance(p, Mixed) for p in found)
-            wide = mixed or lasts and self.masks.is_of_few()
+            wide = mixed or lasts and self.masks.is_of_few
             list(self.masks.learned() if wide else ())
             if wide and self.masks.found():  # by zeros, times which NaN is NaN
                 self.flat = self._with_ordinary_numbers()

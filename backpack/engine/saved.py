@@ -12,7 +12,7 @@ from typing import Any, Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
+from torch.autograd.graph import disable_saved_tensors_hooks, saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
@@ -29,7 +29,7 @@ REPEATED = (
     "there for a single time, or quantities of first order."
 )
 
-# Older versions of torch don't tell; there, checkpoints run more often.
+# Older versions of torch don't say which; there, checkpoints run more often.
 _innermost_hooks: Callable | None = getattr(
     torch._C._autograd, "_top_saved_tensors_default_hooks", None
 )
@@ -106,9 +106,13 @@ def are_kept() -> bool:
     """Tell whether somebody has hooks on what operations save.
 
     Returns:
-        Whether somebody has, or may have.
+        Whether somebody has, which is when such hooks can't be forbidden.
     """
-    return _innermost_hooks is None or _innermost_hooks(False) is not None
+    try:
+        with disable_saved_tensors_hooks("there are some"):
+            return False
+    except RuntimeError:
+        return True
 
 
 def run(

@@ -1759,23 +1759,61 @@ def test_long_loops(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert more_numbers < 5 * numbers + 1000
 
 
-def test_loss_with_a_learned_variance() -> None:
-    """A loss of several operations, which a parameter enters, is looked into."""
+LOSSES_OF_PARAMETERS: Dict[str, Callable[..., Tensor]] = {  # of c, data and a reduction
+    "mse": lambda c, y, r: F.mse_loss(c, y, reduction=r),
+    "module": lambda c, y, r: nn.L1Loss(reduction=r)(y, c),
+    "classes": lambda c, y, r: F.cross_entropy(
+        c, y.argmax(1), F64_WEIGHTS, reduction=r
+    ),
+    "smoothed": lambda c, y, r: F.cross_entropy(
+        c, y.argmax(1), label_smoothing=0.2, ignore_index=2, reduction=r
+    ),
+    "learned-targets": lambda c, y, r: F.cross_entropy(y, c.softmax(1), reduction=r),
+    "log-probabilities": lambda c, y, r: F.nll_loss(
+        c.log_softmax(1), y.argmax(1), F64_WEIGHTS, reduction=r
+    ),
+    "divergence": lambda c, y, r: F.kl_div(
+        c.log_softmax(1), y.softmax(1), reduction="batchmean" if r == "mean" else r
+    ),
+    "probabilities": lambda c, y, r: F.binary_cross_entropy(
+        c.sigmoid(), (y > 0).to(F64), reduction=r
+    ),
+    "counts": lambda c, y, r: F.poisson_nll_loss(c, y.abs(), reduction=r),
+    "learned-variance": lambda c, y, r: F.gaussian_nll_loss(
+        y, c, c.exp(), full=True, reduction=r
+    ),
+    "prototypes": lambda c, y, r: F.triplet_margin_loss(y, c, y.flip(1), reduction=r),
+    "angles": lambda c, y, r: F.cosine_embedding_loss(
+        y, c, y.new_ones(len(y)), reduction=r
+    ),
+    "margins": lambda c, y, r: F.multi_margin_loss(c, y.argmax(1), reduction=r),
+    "labels": lambda c, y, r: F.multilabel_soft_margin_loss(
+        c, (y > 0).to(F64), reduction=r
+    ),
+}
+F64_WEIGHTS = torch.tensor([1.0, 2.0, 0.5], dtype=F64)
 
-    def forward(m: Module, x: Tensor, y: Tensor) -> Tensor:
-        return F.gaussian_nll_loss(m.f(x), y, m.v.exp().expand_as(y))
 
-    model = Lambda(forward, f=nn.Linear(4, 3), v=param(3)).to(F64)
-    x, y = torch.randn(N, 4, dtype=F64), torch.randn(N, 3, dtype=F64)
-    params = dict(model.named_parameters())
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("name", LOSSES_OF_PARAMETERS)
+def test_losses_of_parameters(name: str, reduction: str) -> None:
+    """A loss that a parameter enters beside data is looked into."""
+    loss = LOSSES_OF_PARAMETERS[name]
+
+    def forward(m: Module, x: Tensor, reduction: str = reduction) -> Tensor:
+        return loss(m.c.expand(len(x), 3), x, reduction)
+
+    model, x = Lambda(forward, c=param(3)).to(F64), torch.randn(N, 3).to(F64)
     rows = [
-        torch.autograd.grad(model(*row) / N, list(params.values()))
-        for row in zip(x.split(1), y.split(1))
+        torch.autograd.grad(forward(model, row, "sum"), model.c) for row in x.split(1)
     ]
+    expected = torch.cat([*map(torch.stack, rows)])
+    value, total = forward(model, x), forward(model, x, "sum")
     with backpack(BatchGrad()):
-        extend(model)(x, y).backward()
-    for (name, p), expected in zip(params.items(), zip(*rows)):
-        assert_agrees(p.grad_batch, torch.stack(expected), name)
+        extended = extend(model)(x)
+        extended.backward()
+    assert_agrees(extended, value, f"{name}, value")
+    assert_agrees(model.c.grad_batch, expected * (value / total), name)
 
 
 class Elements(TorchDispatchMode):

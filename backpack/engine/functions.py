@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from inspect import signature
 from types import FunctionType
-from typing import Any, Callable, NamedTuple
+from typing import Any, Callable, NamedTuple, Sequence
 
 import torch
+from torch import Tensor
 from torch.nn import Parameter, functional
 from torch.utils._pytree import tree_leaves
 
@@ -190,7 +192,8 @@ class Kind(NamedTuple):
         reads: Whether it makes numbers of Python.
         writes: Whether it writes to its first operand.
         opened: The same function, to look inside; ``None`` to take it as a whole.
-        is_loss: Whether it is a loss.
+        is_loss: Whether it is a loss that is in the table.
+        has_terms: Whether it is any loss, of terms that it adds up.
         is_foreign: Whether it may depend on more than its arguments: on something that
             its author keeps elsewhere.
     """
@@ -201,7 +204,61 @@ class Kind(NamedTuple):
     writes: bool
     opened: Callable | None
     is_loss: bool
+    has_terms: bool
     is_foreign: bool
+
+
+class Terms(NamedTuple):
+    """A loss as the sum of its terms, divided by something.
+
+    Attributes:
+        func: The loss.
+        kwargs: What it computes its terms of.
+        divisor: What their sum is divided by; ``None`` for their number.
+    """
+
+    func: Callable
+    kwargs: dict[str, Any]
+    divisor: Any
+
+    def added(self) -> Tensor:
+        """Compute the loss.
+
+        Returns:
+            The loss.
+        """
+        each = self.func(**self.kwargs)
+        return each.mean() if self.divisor is None else each.sum() / self.divisor
+
+
+def find_terms(
+    func: Callable, args: Sequence[Any], kwargs: dict[str, Any]
+) -> Terms | None:
+    """Take a loss apart that was called as a function.
+
+    Args:
+        func: The function.
+        args: Positional arguments.
+        kwargs: Keyword arguments.
+
+    Returns:
+        Its terms; ``None`` if they are not added up, or not known.
+    """
+    given = signature(func).bind(*args, **kwargs)
+    given.apply_defaults()
+    found, (x, y, *_) = given.arguments, given.args
+    if any(found.get(name) is not None for name in ("size_average", "reduce")):
+        return None
+    reduction, found["reduction"] = found["reduction"], "none"
+    divisor: Any = {"sum": 1, "batchmean": len(x) if x.dim() else 1}.get(reduction)
+    of_classes = func in (functional.nll_loss, functional.cross_entropy)
+    if of_classes and reduction == "mean" and not y.is_floating_point():
+        # these have weights
+        options = found["weight"], None, found["ignore_index"], None, "sum"
+        divisor = functional.nll_loss(torch.full_like(x, -1), y, *options)
+    by_length = func is functional.ctc_loss and reduction == "mean"
+    known = reduction in ("sum", "mean", "batchmean") and not by_length
+    return Terms(func, dict(found), divisor) if known else None
 
 
 class Request(NamedTuple):
@@ -221,14 +278,21 @@ class Request(NamedTuple):
     kwargs: dict[str, Any]
     run: Callable
 
-    def opened(self) -> Callable | None:
+    def opened(self, has_constants: bool = False) -> Callable | None:
         """Return what to call in place of the operation, to look inside.
 
+        Args:
+            has_constants: Whether parameters enter it directly, so that of a loss,
+                where samples meet, the terms matter. Default: ``False``.
+
         Returns:
-            The same function; ``None`` to take it as a whole, as tables that are not
-            renormalized.
+            What computes the same; ``None`` to take it as a whole, as tables that are
+            not renormalized.
         """
         inside = self.kind.opened
+        if inside is None and has_constants and self.kind.has_terms:
+            terms = find_terms(self.func, self.args, self.kwargs)
+            return None if terms is None else lambda *_, **__: terms.added()
         if inside is None or self.func not in _TABLES:
             return inside
         args = self.args
@@ -294,10 +358,11 @@ def kind_of(func: Any) -> Kind:
         or (name.startswith("__i") and name not in ("__invert__", "__index__"))
     )
     reads, is_loss = name in _READS, func in LOSS_FUNCTIONS
-    kind = KINDS[func] = Kind(
-        name, quiet, reads, writes, _OPENED.get(func), is_loss, owner is not None
-    )
-    return kind
+    is_function = getattr(func, "__module__", None) == functional.__name__
+    has_terms = is_function and "reduction" in signature(func).parameters
+    opened, foreign = _OPENED.get(func), owner is not None
+    kind = Kind(name, quiet, reads, writes, opened, is_loss, has_terms, foreign)
+    return KINDS.setdefault(func, kind)
 
 
 def _foreign_owner(func: Any) -> str | None:

@@ -10,15 +10,14 @@ from __future__ import annotations
 from typing import Any, Sequence
 
 import torch
-from torch import Tensor, is_tensor, nn
+from torch import Tensor, is_tensor
 from torch.func import vmap
-from torch.nn import functional
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from backpack.core.kinds import AddedUp
 from backpack.core.layout import Arrangement, Mixed, Placement, one_sample_each
 from backpack.core.per_sample.sums import chunks
-from backpack.core.table import LOSS_FUNCTIONS, find_loss_module
+from backpack.engine.functions import find_terms, kind_of
 from backpack.engine.placements import Finder
 from backpack.engine.trials import Performed
 from backpack.engine.uses import MASKED_ELEMENTS
@@ -83,7 +82,7 @@ class Summands:
         met = self._finder.of(done.outs[0])
         if not isinstance(met, Mixed) or not met.is_known or met.is_of_inputs:
             return
-        fits = done.name in ("sum", "mean") or done.func in LOSS_FUNCTIONS
+        fits = done.name in ("sum", "mean") or kind_of(done.func).has_terms
         rest = False
         if all(map(self.is_sum, done.data)):
             fits = _is_linear(done)
@@ -126,7 +125,7 @@ class Summands:
         if not self.is_known(x):
             return None
         done, _, key, _ = self._known[id(x)]
-        if done.func in LOSS_FUNCTIONS:
+        if kind_of(done.func).has_terms:
             return self._of_loss(done, (*key, Summands))
         parts = {id(y): self._of(y) for y in done.data}
         if all(part is not None for part in parts.values()):
@@ -135,22 +134,14 @@ class Summands:
         return None if others else self._of_sum(y, self._finder.of(y), done, y.numel())
 
     def _of_loss(self, done: Performed, key: tuple) -> Tensor | None:
-        found = find_loss_module(done.func, done.args, done.kwargs)
+        found = find_terms(done.func, done.args, done.kwargs)
         if found is None:
             return None
-        loss: Any = found[0]
-        operands, reduction, loss.reduction = found[1], loss.reduction, "none"
-        each = loss.forward(*operands).requires_grad_()  # else it would be a constant
-        where = Performed(loss.forward, done.name, operands, {}, [each], done.data)
+        func, kwargs, divisor = found
+        each = func(**kwargs).requires_grad_()  # else it would be a constant
+        where = Performed(func, done.name, (), kwargs, [each], done.data)
         known = self._finder.recall(key, [each]) or self._finder.find(where, key)
-        x, y, count = *operands[:2], 1 if reduction == "sum" else each.numel()
-        if reduction == "batchmean":
-            count = len(x)
-        of_classes = isinstance(loss, (nn.NLLLoss, nn.CrossEntropyLoss))
-        if of_classes and reduction == "mean" and not y.is_floating_point():
-            # these have weights
-            options = loss.weight, None, loss.ignore_index, None, "sum"
-            count = functional.nll_loss(torch.full_like(x, -1), y, *options)
+        count = each.numel() if divisor is None else divisor
         return self._of_sum(each, known[0], done, count)
 
     def _of_sum(

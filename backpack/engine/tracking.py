@@ -186,7 +186,7 @@ class Tracker(LowMode):
             if saved:
                 saved_tensors.note(tensors_in(out), saved)
             return out
-        inside = request.opened() if constants and run is func else None
+        inside = request.opened(True) if constants and run is func else None
         if inside is not None:
             with self:
                 return inside(*args, **kwargs)

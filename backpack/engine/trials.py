@@ -56,8 +56,8 @@ from backpack.utils.types import dense, is_inexact, is_same, tensors_in
 
 # What replaces samples
 NOT_A_NUMBER = (nan,)  # most operations return it wherever it went
-# For those that fail, like decompositions
-OTHER_NUMBERS = (lambda x: x * (1 + 1e-2 * torch.rand_like(x)) + 1e-3,)
+# For those that fail, like decompositions; probabilities remain such
+OTHER_NUMBERS = (lambda x: x * (0.995 - 1e-2 * torch.rand_like(x)) + 2e-3,)
 # For those that add up many, of which few may be other samples'; zeros stay zeros
 UNLIKE = (lambda x: (x != 0) * (x + 1 + torch.rand_like(x)),)
 

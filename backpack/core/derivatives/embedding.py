@@ -8,7 +8,7 @@ from torch import Tensor
 from backpack.core.derivatives.parameter_base import BaseParameterDerivatives
 from backpack.core.per_sample.base import PerSample
 from backpack.core.per_sample.rows import Rows
-from backpack.utils.types import Layer
+from backpack.utils.types import Grads, Layer
 
 
 class EmbeddingDerivatives(BaseParameterDerivatives):
@@ -30,6 +30,19 @@ class EmbeddingDerivatives(BaseParameterDerivatives):
             Whether PyTorch does not divide them by what it counts in the batch.
         """
         return not module.scale_grad_by_freq
+
+    def _weight_jac_mat_prod(
+        self, module: Layer, g_inp: Grads, g_out: Grads, mat: Tensor
+    ) -> Tensor:
+        # what else the layer does to its weight is not done to directions
+        ids = module.input0.long().remainder(max(1, len(module.weight)))
+        found = mat[:, ids]
+        if module.padding_idx is None:
+            return found
+        is_padding = (ids == module.padding_idx).reshape(
+            *ids.shape, *[1] * (mat.dim() - 2)
+        )
+        return found.masked_fill(is_padding, 0.0)
 
     def product(
         self, name: str, module: Layer, inputs: Sequence[Tensor], cotangents: Tensor

@@ -267,6 +267,14 @@ WITH_PARAMETERS = [
         lambda: (torch.tensor([0, 2, 2]),),
     ),
     Case(
+        "Embedding-padded",
+        lambda: Sequential(
+            nn.Embedding(4, 3, padding_idx=2), nn.Flatten(), nn.Tanh(), nn.Linear(6, 3)
+        ),
+        lambda: (torch.tensor([[0, 2], [2, 1], [2, 2]]),),
+        SHARED,
+    ),
+    Case(
         "weight_norm",
         lambda: Sequential(
             nn.utils.parametrizations.weight_norm(nn.Linear(3, 3)),
@@ -339,6 +347,15 @@ NETWORKS = [
         )
         for name, options in NAMED.items()
     ],
+    Case(
+        "passed-on",  # a view of what a linear layer has computed
+        lambda: Sequential(
+            *(nn.Linear(3, 2), nn.Identity(), nn.Dropout(0.0), nn.Tanh()),
+            *(nn.Identity(), nn.Flatten(), nn.Linear(4, 3), nn.Identity()),
+        ),
+        randn(N, 2, 3),
+        SHARED,
+    ),
     Case("residual", _residual, randn(N, 3), SHARED),
     Case("nested", _nested, randn(N, 2), SHARED),
     Case("gated", _gated, randn(N, 3), SHARED),
@@ -559,6 +576,18 @@ def test_hmp(case: Case):
     problem = solved(case)
     dense = {name: blocks.sum(0) for name, blocks in hessians_of(case).items()}
     assert_products(problem, "hmp", dense)
+
+
+def test_products_of_a_renormalized_table():
+    """Directions are looked up, but neither renormalized nor written to."""
+    model = Sequential(nn.Embedding(4, 2, max_norm=0.5), nn.Flatten(), nn.Linear(6, 3))
+    ids, y = torch.tensor([[0, 1, 2], [3, 0, 1]]), torch.tensor([0, 1])
+    run(Problem(model.to(F64), nn.CrossEntropyLoss(), (ids,), (y,)), HMP(), GGNMP())
+    table = model[0].weight
+    for product in (table.hmp, table.ggnmp):
+        direction = torch.full((1, 4, 2), 9.0, dtype=F64)
+        assert_agrees(product(direction), 9 * product(torch.ones_like(direction)))
+        assert (direction == 9).all()
 
 
 class Shifted(Module):

@@ -163,9 +163,24 @@ def producing_calls(edge: GradientEdge) -> list[Entry]:
     edge = skip_passing(edge)
     node, number = edge.node, edge.output_nr
     entries = [e for e in _working_calls(node) if e.output_nr == number]
+    return entries or behind_view(node)
+
+
+def behind_view(node: Node) -> list[Entry]:
+    """Find the layer's call that returned a view of what it has computed.
+
+    Args:
+        node: Node of the graph that made the view.
+
+    Returns:
+        The call; nothing if that is not what the node made.
+    """
     call = node.metadata.get(VIEW)
-    while not entries and len(node.next_functions) == 1 and node.next_functions[0][0]:
+    entries: list[Entry] = []
+    while call and not entries and len(node.next_functions) == 1:
         node = node.next_functions[0][0]
+        if node is None:
+            break
         entries = [e for e in _working_calls(node) if e.owner is call]
     return entries
 

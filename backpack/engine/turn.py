@@ -19,6 +19,7 @@ from backpack.core.derivatives.dropout import MASK
 from backpack.core.linearization import PerInput
 from backpack.core.table import GENERIC, Row, find_row_or_generic, works_in_place
 from backpack.engine.graph import (
+    behind_view,
     comes_from_complex,
     leaves_behind,
     producing_calls,
@@ -285,6 +286,8 @@ class Turn:
             if position in self.call.edges_before and not (in_place and edges):
                 entries = self._entries
                 entries = entries[: [e.owner for e in entries].index(self.call)]
+                node = self.backward_pass.inspection.calls.get(self.call)
+                entries = entries or (behind_view(node) if node else [])
             elif edges == [edge] and edge not in self._taken:
                 continue
             else:

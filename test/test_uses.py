@@ -52,6 +52,7 @@ from backpack.engine import saved
 from backpack.engine.trials import Trial
 from backpack.engine.uses import Use
 from backpack.extensions import (
+    BatchDiagGGNExact,
     BatchGrad,
     BatchJacobian,
     BatchL2Grad,
@@ -1244,6 +1245,43 @@ TABLES = {
 def test_right(table: str, row: str) -> None:
     """Every quantity of every parameter agrees with plain autograd."""
     assert_right(TABLES[table][row])
+
+
+NOT_FINITE = [  # of which zero times NaN is added up
+    *(
+        ("linear", name)
+        for name in "inner-by-name addmv addmm-scaled einsum-diagonal einsum-list "
+        "mm-of-a-sparse-weight einsum-of-one-twice view-in-place-3 spectrum-3 "
+        "baddbmm-3 einsum-sum-of-positions-3".split()
+    ),
+    ("convolution", "conv-of-one-image"),
+    ("elementwise", "cross"),
+    ("function", "crossed"),
+]
+
+
+@pytest.mark.parametrize("table, row", NOT_FINITE)
+def test_not_finite(table: str, row: str) -> None:
+    """A sample that is not finite leaves the others as they are."""
+
+    def individual(changes: bool) -> Dict[str, Tensor]:
+        model, loss, X = TABLES[table][row].build()
+        if changes:
+            X[0][1].view(-1)[0] = math.nan
+        model, loss = extend(model), extend(loss)
+        with backpack(BatchGrad(), BatchDiagGGNExact()):
+            TABLES[table][row].run(model, loss, X).backward()
+        return {
+            f"{field} {name}": getattr(p, field)
+            for field in ("grad_batch", "diag_ggn_exact_batch")
+            for name, p in model.named_parameters()
+        }
+
+    expected, found = individual(False), individual(True)
+    assert not all(rows[1].isfinite().all() for rows in found.values())
+    for name, rows in found.items():
+        others = [n for n in range(len(rows)) if n != 1]
+        assert_agrees(rows[others], expected[name][others], name)
 
 
 # What is found by rules, or at once for all samples: cost is linear in their number

@@ -40,7 +40,7 @@ from backpack.engine.graph import (
     walk,
 )
 from backpack.engine.repeated import compute_only
-from backpack.engine.saved import OnesForSaved, are_kept
+from backpack.engine.saved import InsteadOfSaved, are_kept
 from backpack.engine.uses import edge_of
 from backpack.engine.vjp import is_function, pull
 from backpack.utils.state import state
@@ -114,7 +114,7 @@ def probe(
         except FloatingPointError as error:
             found = None
             if all(map(is_own, nodes)):  # else, nobody knows what the numbers are for
-                with suppress(Exception), OnesForSaved():
+                with suppress(Exception), InsteadOfSaved():
                     found = _ask(edge, sources, nodes)
             met = Mixed(f"{name_of(edge.node)} ({error})", False)
             return met if found is None else found

@@ -76,15 +76,20 @@ def _fetched() -> dict[Saved, Tensor]:
     return {} if running is None else running.kept.setdefault(SAVED, {})
 
 
-class OnesForSaved(TorchDispatchMode):
-    """Lets operations of PyTorch see ones in place of all numbers that were saved.
+class InsteadOfSaved(TorchDispatchMode):
+    """Lets operations of PyTorch see others in place of all numbers that were saved.
 
-    What depends on what is the same then, whatever the numbers are, which may be NaN.
+    With ones, what depends on what is the same, whatever the numbers are, as NaN.
     """
 
-    def __init__(self) -> None:
-        """Begin with no tensor made meanwhile."""
+    def __init__(self, replace: Callable[[Tensor], Tensor] = torch.ones_like) -> None:
+        """Begin with no tensor made meanwhile.
+
+        Args:
+            replace: Makes other numbers. Default: ones.
+        """
         super().__init__()
+        self._replace = replace
         self._made: dict[int, Tensor] = {}  # and kept, so that nobody has its identity
 
     def __torch_dispatch__(
@@ -96,7 +101,7 @@ class OnesForSaved(TorchDispatchMode):
 
     def _see(self, x: Tensor) -> Tensor:
         is_own = id(x) in self._made or not is_inexact(x)
-        return x if is_own else torch.ones_like(x)
+        return x if is_own else self._replace(x)
 
     def _note(self, x: Tensor) -> Tensor:
         return self._made.setdefault(id(x), x)

@@ -520,7 +520,7 @@ class Use:
                 node, number, *_ = edges[0]
                 mats, shape = masked[0], node._input_metadata[number].shape
                 masked = [mats.reshape(*mats.shape[:2], *shape)]
-            parts.append(pull_back(masked))
+            parts.append(vjp.pulled_apart(pull_back, masked))
         each = vjp.joined(parts, 1, [n.stop - n.start for n in steps])
         own = [edge.node for edge in edges if vjp.may_be_any(edge.node)]
         if own:  # each sample's own may be changed before all add up

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
+from backpack.engine.saved import InsteadOfSaved
 from backpack.utils.state import may_look, state
 from backpack.utils.types import dense
 
@@ -83,6 +84,39 @@ def batched_vjp(
             except RuntimeError:  # not every operation can be vmapped
                 found = _vmapped(pull_back, flat)
     return [None if x is None else dense(x).unflatten(0, tuple(sizes)) for x in found]
+
+
+def pulled_apart(
+    pull_back: Callable[[Sequence[Tensor]], List[Optional[Tensor]]],
+    cotangents: Sequence[Tensor],
+) -> List[Optional[Tensor]]:
+    """Multiply cotangents of single samples, whose zeros leave out the other samples.
+
+    Zero times what is not finite is NaN. A sample's own are no such products, and not
+    the same if other finite numbers are in place of these.
+
+    Args:
+        pull_back: Multiplies with a transposed Jacobian.
+        cotangents: Columns ``[V, n, *out]`` at each output.
+
+    Returns:
+        What it returns, in which what is not finite in a sample is in no other.
+    """
+    found = pull_back(cotangents)
+    seen = [x for x in found if x is not None and may_look(x, waits=True)]
+    if all(bool(x.sum().isfinite()) for x in seen):
+        return found
+    others = []
+    for value in (0.0, 1.0):
+        with InsteadOfSaved(partial(_finite, value=value)):
+            others.append(pull_back(cotangents))
+    triples = zip(found, *others)
+    return [x if x is None else y.where(y == z, x) for x, y, z in triples]
+
+
+def _finite(x: Tensor, value: float) -> Tensor:
+    """Write a number where there is none."""
+    return x.where(x.isfinite(), value) if x.layout is torch.strided else x
 
 
 def is_function(node: Optional[Node]) -> bool:
@@ -176,7 +210,7 @@ def check_linear(
         size, error = _combine(x.abs(), abs(scale)), (_combine(x, scale) - y).abs()
         rounding = 1e3 * torch.finfo(x.dtype).eps * abs(scale) * len(x) * largest
         small = error <= 1e-2 * size + allowed * size.max() + rounding
-        if not small.all() and size.isfinite().all():
+        if not small.all() and (size + error).isfinite().all():
             raise NotImplementedError(NOT_LINEAR.format(function=function, what=what))
 
 

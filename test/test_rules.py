@@ -6,14 +6,22 @@ import pytest
 import torch
 import torch.nn.functional as F
 from cases import F64
+from per_sample import Lambda
 from torch import Tensor
+from torch.nn.utils.rnn import (
+    pack_padded_sequence,
+    pad_packed_sequence,
+    pad_sequence,
+)
 from torch.utils._pytree import tree_leaves
 
+from backpack import extend
 from backpack.core.layout import Layout, Mixed, Placement, sample_numbers, simplify
 from backpack.engine import trials
 from backpack.engine.functions import kind_of
 from backpack.engine.rules import quick_rule, rule
 from backpack.engine.trials import Performed, Trial
+from backpack.engine.uses import Use
 
 Called = Tuple[Callable, Tuple[Any, ...], Dict[str, Any]]
 A, B, C = 6, 4, 5  # sizes of axes
@@ -340,3 +348,89 @@ def test_sizes_are_numbers_of_samples() -> None:
         find = lambda z: of(id(z))  # noqa: E731, B023
         found = rule(done, Trial(done, find, A), find, A)
         assert found == [expected]
+
+
+def _put(h: Tensor, size: int, where: Any) -> Tensor:
+    out = h.new_zeros(len(h), size, h.shape[-1])
+    out[:, where] = h
+    return out
+
+
+def _copied(h: Tensor) -> Tensor:
+    out = torch.zeros(len(h), 7, h.shape[-1], dtype=h.dtype)
+    out[:, 1:6].copy_(h)
+    return out
+
+
+def _steps(h: Tensor) -> Tensor:
+    out = h.new_zeros(len(h), 8, h.shape[-1])
+    for t, x in enumerate(h.unbind(1)):
+        out[:, t + 1] = x
+    return out
+
+
+def _routed(h: Tensor) -> Tensor:
+    out = h.new_zeros(len(h), 7, h.shape[-1])
+    order = h[..., 0].argsort(1)
+    return out.scatter(1, order[..., None].expand_as(h), h)
+
+
+def _groups(h: Tensor) -> Tensor:
+    out = h.new_zeros(len(h), 7, h.shape[-1])
+    for i, x in enumerate(h):  # all that each gets in this batch may be one sample's
+        out[i, :5] = x
+    return out
+
+
+PUT = {  # where data is put, and whether what is beside belongs to the rows' samples
+    "pad": (lambda h: F.pad(h, (0, 0, 1, 2)), True),
+    "rows-of-a-buffer": (lambda h: _put(h, 7, slice(1, 6)), True),
+    "every-other-row": (lambda h: _put(h, 10, slice(None, None, 2)), True),
+    "some-rows": (lambda h: _put(h, 9, torch.tensor([0, 8, 3, 4, 1])), True),
+    "copy": (_copied, True),
+    "steps": (_steps, True),
+    "index-add": (
+        lambda h: h.new_zeros(len(h), 7, 4).index_add(1, torch.arange(5), h),
+        True,
+    ),
+    "masked": (
+        lambda h: h.new_zeros(len(h), 7, 4).masked_scatter(
+            (torch.arange(7) < 5)[:, None].expand(len(h), 7, 4), h
+        ),
+        True,
+    ),
+    "sequences": (
+        lambda h: pad_sequence([x[: 3 + i] for i, x in enumerate(h)], True),
+        True,
+    ),
+    "packed": (
+        lambda h: pad_packed_sequence(
+            pack_padded_sequence(h, torch.tensor([5, 4, 2]), True), True
+        )[0],
+        True,
+    ),
+    "where-data-says": (_routed, False),
+    "groups": (_groups, False),
+    "rows-beside-all": (lambda h: F.pad(h.flatten(0, 1), (0, 0, 1, 1)), False),
+}
+
+
+@pytest.mark.parametrize("name", PUT)
+def test_constants_beside_samples(name: str) -> None:
+    """What the program puts beside samples is of those in whose rows it is."""
+    put, is_known = PUT[name]
+    found: List[Placement] = []
+    model = Lambda(
+        lambda m, x: m.b(put(m.a(x))), a=torch.nn.Linear(4, 4), b=torch.nn.Linear(4, 4)
+    ).to(F64)
+    use = Use.attach
+
+    def attach(self: Use, outputs: Any) -> None:
+        found.append(self.placements[0])
+        use(self, outputs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Use, "attach", attach)
+        extend(model)(_randn(3, 5, 4))
+    assert isinstance(found[0], Layout)
+    assert isinstance(found[-1], Layout) == is_known

@@ -51,6 +51,9 @@ WRITING = frozenset(
     "scatter scatter_ scatter_add scatter_add_ scatter_reduce scatter_reduce_ "
     "masked_scatter masked_scatter_".split()
 )
+# Operations that put entries beside constants
+SEQUENCES = frozenset(["pad_sequence", "_pad_packed_sequence"])
+LAYING = WRITING | SEQUENCES | {"pad", "copy_"}
 # Operations that multiply groups of rows with a matrix each
 GROUPED = frozenset(["grouped_mm", "_grouped_mm"])
 # Operations that move entries to where the values of an operand say

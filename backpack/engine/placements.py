@@ -44,7 +44,7 @@ from backpack.engine.functions import (
 )
 from backpack.engine.other_numbers import other_integers
 from backpack.engine.picked import INDEXES, in_brackets, named
-from backpack.engine.rules import quick_rule, rule
+from backpack.engine.rules import beside_samples, quick_rule, rule
 from backpack.engine.trials import Performed, Trial
 from backpack.utils.parallel import communicates
 from backpack.utils.state import out_of_sight, state
@@ -534,7 +534,7 @@ class Finder:
             found = [q if p is None else p for p, q in zip(found, nobody)]
         if name in BY_MASKS and len(args) > 1 and not isinstance(found[0], Layout):
             found = [self._left_by_mask(name, found[0], outs[0].shape, args[1])]
-        return found, lasts
+        return beside_samples(done, found, self.of, self.n), lasts
 
     def _left_by_mask(
         self, name: str, placement: Placement, shape: torch.Size, mask: Any

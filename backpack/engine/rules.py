@@ -227,6 +227,36 @@ def rule(done: Performed, trial: Trial, of: Where, n: int) -> list[Placement] | 
     return next((placements for placements in told if placements is not None), None)
 
 
+def beside_samples(
+    done: Performed, found: list[Placement], of: Where, n: int
+) -> list[Placement]:
+    """Let constants that are put beside all samples be of those in whose rows they are.
+
+    Not where samples have decided what lies where: a row may be another one's then.
+
+    Args:
+        done: The operation.
+        found: Where samples are in its results.
+        of: Tells where samples are in an operand.
+        n: Number N of samples.
+
+    Returns:
+        The same, with layouts for results that have constants inside.
+    """
+    if done.name not in functions.LAYING:
+        return found
+    pairs = [(x, of(x)) for x in tensors_in(done[2:4])]
+    pairs = [(x, p) for x, p in pairs if p is not None]
+    whole = done.name in functions.SEQUENCES  # that samples enter as a whole
+    if not all(is_inexact(x) and (whole or isinstance(p, Layout)) for x, p in pairs):
+        return found
+    filled: list[Placement] = []
+    for p in found:
+        q = simplify(p, n, fills=True) if isinstance(p, Tensor) else p
+        filled.append(q if isinstance(q, Layout) else p)
+    return filled
+
+
 def _picked(done: Performed, trial: Trial, of: Where, n: int) -> Placement:
     """Tell where samples are in what their numbers have picked."""
     _, name, args, kwargs, outs, *_ = done

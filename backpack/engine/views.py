@@ -12,7 +12,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from backpack.core.layout import Mixed, Placement, conflict, sample_numbers, simplify
+from backpack.core.layout import (
+    Layout,
+    Mixed,
+    Placement,
+    conflict,
+    sample_numbers,
+    simplify,
+)
 from backpack.utils.state import out_of_sight
 
 _LOST = Mixed("writing to a view", False)
@@ -69,12 +76,14 @@ class View(NamedTuple):
         own = sample_numbers(placement, self.shape, n, device)
         return own.unsqueeze(-1).expand(self.sizes) if self.is_complex else own
 
-    def placement(self, numbers: Tensor, n: int) -> Placement:
+    def placement(self, numbers: Tensor, n: int, fills: bool = False) -> Placement:
         """Tell where samples are from those of its real numbers.
 
         Args:
             numbers: Sample numbers, of shape ``sizes``.
             n: Number N of samples.
+            fills: Whether what is unknown is of the samples beside it. Default:
+                ``False``.
 
         Returns:
             The placement.
@@ -84,7 +93,7 @@ class View(NamedTuple):
             if conflict(real, imag):
                 return Mixed("a view as complex numbers")
             numbers = real.where(real >= 0, imag)
-        return simplify(numbers, n)
+        return simplify(numbers, n, fills=fills)
 
 
 @out_of_sight
@@ -129,7 +138,8 @@ def in_base(
         return _LOST
     new = view.numbers(placement, n, base.device)
     part.copy_(new.where(new >= 0, part))
-    return View.of(base).placement(memory, n)
+    fills = isinstance(placement, Layout) and not isinstance(known, Tensor)
+    return View.of(base).placement(memory, n, fills)
 
 
 def in_storage(x: Tensor, numbers: Tensor, view: Tensor, n: int) -> Placement:

@@ -21,9 +21,9 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from backpack.core.derivatives.stored import STORED
 from backpack.core.fast.whole import KeepWhole
 from backpack.engine.graph import describe, leaves_behind
-from backpack.engine.record import STORED
 from backpack.extensions.backprop_extension import BackpropExtension
 from backpack.utils.errors import warn_user
 from backpack.utils.hooks import represent
@@ -339,7 +339,7 @@ def _state(modules: Iterable[Module]) -> tuple:
 def _plain(module: Module) -> dict[str, Any]:
     """Describe attributes that are numbers, like the mode, words and users' tensors."""
     own: dict[str, Any] = {}
-    stored = vars(module).get(STORED, ())  # for extensions
+    stored = getattr(vars(module).get(STORED), "values", {})  # for extensions
     for name, x in vars(module).items():
         if isinstance(x, Tensor) and name not in stored:
             own[name] = id(x)

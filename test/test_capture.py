@@ -334,6 +334,74 @@ def test_own_attributes_win():
         assert other.output() == "mine" and other.input0 is inside
 
 
+@pytest.mark.parametrize("quantity", ["BatchGrad", "DiagHessian", "HMP", None])
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_attributes_of_hooks_remain(when: str, quantity: Any):
+    """What a user's hook keeps by these names is there after a backward pass, too."""
+    model, loss = nn.Sequential(nn.Linear(4, 3), nn.Tanh()), extend(nn.MSELoss())
+    if when == "after":
+        extend(model)
+    model[0].register_forward_hook(
+        lambda m, x, out: setattr(m, "output", out.detach().mean(0))
+    )
+    model[0].input0 = 2.0
+    value = loss(extend(model)(torch.rand(N, 4)), torch.zeros(N, 3))
+    expected = model[0].output
+    with backpack(*[make_extension(quantity)] if quantity else []):
+        value.backward()
+    assert model[0].output is expected and model[0].input0 == 2.0
+
+
+class Scaled(nn.Linear):
+    """A layer that scales its output by an attribute of a name."""
+
+    def __init__(self, name: str):
+        """Store the name."""
+        super().__init__(3, 3)
+        self.name = name
+        setattr(self, name, 3.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Scale."""
+        return super().forward(x) * getattr(self, self.name)
+
+
+@pytest.mark.parametrize("name", ["output", "input0"])
+def test_own_attributes_in_rules(name: str):
+    """A module that is repeated sees its own attribute, not what is stored."""
+    found = []
+    for own in (name, "scale"):
+        torch.manual_seed(0)
+        model, loss = extend(nn.Sequential(Scaled(own), nn.Tanh())), nn.MSELoss()
+        with backpack(extensions.DiagHessian(), extensions.HMP()):
+            extend(loss)(model(torch.rand(N, 3)), torch.zeros(N, 3)).backward()
+        weight = model[0].weight
+        found.append((weight.diag_h, weight.hmp(torch.ones_like(weight))))
+    for x, y in zip(*found):
+        assert torch.equal(x, y)
+
+
+class Answering(nn.Linear):
+    """A layer that has an answer to any name."""
+
+    def __getattr__(self, name: str) -> Any:
+        """Look up what there is, else return a default."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name.startswith("_") or name in ("weight", "bias"):
+                raise
+            return None
+
+
+def test_any_name_is_answered():
+    """What is stored is not asked for by names until one is missing."""
+    model = extend(nn.Sequential(Answering(4, 3), nn.Tanh(), Answering(3, 3)))
+    with backpack(extensions.DiagHessian(), extensions.KFRA(), extensions.HMP()):
+        extend(nn.MSELoss())(model(torch.rand(N, 4)), torch.zeros(N, 3)).backward()
+    assert model[0].weight.diag_h.shape == model[0].weight.shape
+
+
 def test_memory_cleanup():
     """All that was stored is deleted, on modules inside, too."""
     model = extend(nn.Sequential(Block(), nn.Linear(4, 2)))

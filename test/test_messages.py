@@ -1229,7 +1229,36 @@ SECOND_ORDER: Dict[str, Row] = {
     },
 }
 
+
+class OwnOutput(nn.Linear):
+    """A layer that calls a buffer or a parameter as what is stored is called."""
+
+    def __init__(self, name: str, x: Tensor):
+        """Register it."""
+        super().__init__(3, 3)
+        self.name = name
+        setattr(self, name, x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Scale the output."""
+        return super().forward(x) * getattr(self, self.name)
+
+
 WALKS: Dict[str, Row] = {
+    **{
+        f"own-{name}-{ext.__name__}": Row(
+            lambda ext=ext, name=name: run(
+                Sequential(OwnOutput(name, nn.Parameter(torch.ones(3))), nn.Tanh()),
+                ext(),
+            ),
+            NotImplementedError,
+            rf"{ext.__name__} \(field '{ext().savefield}'\).*OwnOutput.*of Sequential",
+            "has a parameter, buffer, module or member of its class by the name",
+            "Give it another name",
+        )
+        for ext in (DiagHessian, HMP)
+        for name in ("output", "input0")
+    },
     "modified-in-a-walk": Row(
         lambda: run(Layers(overwriting), DiagHessian()),
         RuntimeError,

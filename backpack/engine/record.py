@@ -22,7 +22,7 @@ from torch.nn import Module
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils._pytree import tree_map_only
 
-from backpack.core.derivatives.stored import NAMED, OVERWRITTEN, shallow_copy
+from backpack.core.derivatives.stored import NAMED, OVERWRITTEN, STORED, shallow_copy
 from backpack.engine.graph import GIVEN, calls_at, is_leaf, parents
 from backpack.engine.uses import MODIFIED, Use, edge_of
 from backpack.utils.hooks import name_module
@@ -33,9 +33,24 @@ RELEASED = (
     "Use `backward(retain_graph=True)` for all but the last backward pass through the "
     "same graph (also where the earlier one ran outside of any context)."
 )
-STORED = "_backpack_stored"  # names of the tensors stored on a module
 _NOTHING: Any = MappingProxyType({})
 _OWN = ("torch.nn.", "backpack.custom_module.")
+
+
+class Stored:
+    """What is stored on a module for a turn.
+
+    Attributes:
+        values: Attributes and their values.
+        displaced: A user's, by the same names, which come back afterwards.
+    """
+
+    __slots__ = ("displaced", "values")
+
+    def __init__(self) -> None:
+        """Begin with nothing."""
+        self.values: dict[str, Any] = {}
+        self.displaced: dict[str, Any] = {}
 
 
 class Call:
@@ -77,11 +92,12 @@ class Call:
         graphless: Modules called before, whose outputs are not part of a graph.
         is_outermost: Whether it happened inside of no other.
         inside: Calls that happened inside, for such a call.
-        stored: Names of what is stored on the module.
+        stored: What is stored on the module.
+        hides: Whether the module has something of its own by one of these names.
     """
 
     is_use = is_loss = is_composite = is_transparent = released = False
-    is_function = is_altered = is_outermost = is_apart = False
+    is_function = is_altered = is_outermost = is_apart = hides = False
     loss_module: Module | None = None
     placement: Any = None
     placements: Any = None
@@ -91,7 +107,7 @@ class Call:
     uses: Sequence[Use] = ()
     graphless: Iterable[Module] = ()
     inside: Sequence[CallRef] = ()
-    stored: list[str] | None = None
+    stored: Stored | None = None
     arguments: Sequence[Any] = ()
     named: tuple[str, ...] = ()
     places: Sequence[int] = ()
@@ -258,23 +274,24 @@ class Call:
         module = self.module
         inputs = self.arguments if raw else map(_detach, self.arguments)
         values = (self.outputs[0] if self.outputs else None, *inputs)
-        attributes, stored = module.__dict__, []
-        params, buffers = attributes["_parameters"], attributes["_buffers"]
-        modules = attributes["_modules"]
+        attributes, stored, hidden = module.__dict__, Stored(), False
+        own = [attributes[kind] for kind in ("_parameters", "_buffers", "_modules")]
         with lock_of(module):
-            _clear(attributes)
+            clear_stored(module)
             for name, value in zip(_names(type(module), len(values)), values):
-                if name is None or name in attributes or name in params:
-                    continue
-                if not (name in buffers or name in modules):
-                    attributes[name] = value
-                    stored.append(name)
+                if name is None or any(name in kind for kind in own):
+                    hidden = True
+                elif raw or name not in attributes:
+                    if name in attributes:
+                        stored.displaced[name] = attributes[name]
+                    stored.values[name] = value
             overwritten = self.is_loss and not self.is_output_unchanged
             for name, value in ((NAMED, self.named), (OVERWRITTEN, overwritten)):
                 if value:
-                    attributes[name] = value
-                    stored.append(name)
+                    stored.values[name] = value
+            attributes.update(stored.values)
             attributes[STORED] = self.stored = stored
+        self.hides = hidden
 
     def release_all(self, keeps: bool) -> None:
         """Drop what this call and those inside of it keep.
@@ -398,12 +415,21 @@ def clear_stored(module: Module) -> None:
     attributes = module.__dict__
     if STORED in attributes:
         with lock_of(module):
+            stored = attributes.get(STORED)
             _clear(attributes)
+            if stored is not None:  # who remembers it does not keep the tensors
+                stored.values = {}
 
 
 def _clear(attributes: dict[str, Any]) -> None:
-    for name in attributes.pop(STORED, ()):
-        attributes.pop(name, None)
+    stored = attributes.pop(STORED, None)
+    if stored is None:
+        return
+    for name, value in stored.values.items():
+        if attributes.get(name, STORED) is value:  # else, it is a user's
+            del attributes[name]
+            if name in stored.displaced:
+                attributes[name] = stored.displaced[name]
 
 
 class CallRef(weakref.ref):

@@ -251,6 +251,11 @@ class Turn:
         """Whether the call only called others, which come later."""
         return self.call.is_transparent and not self.parameters
 
+    @property
+    def lacks_io(self) -> bool:
+        """Whether inputs and output could not be stored on a module that needs them."""
+        return self.call.hides and not self.only_arranges
+
     def derivatives_for(self, name: str) -> Any:
         """Choose the derivatives with respect to a parameter.
 

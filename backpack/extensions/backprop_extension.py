@@ -46,6 +46,12 @@ NO_CALL = (
     "which has no `input0` and `output`, or one of another shape than the gradient at "
     "the output. Extend and call it, or use `hook_store_io(module, input, output)`."
 )
+NAMES_TAKEN = (
+    "{ext} (field '{field}'): {module} has a parameter, buffer, module or member of "
+    "its class by the name `output` or `input0`, `input1`, ..., where what went into a "
+    "module and came out is stored for rules that go from module to module. Give it "
+    "another name, or use a quantity of first order or of the GGN family."
+)
 
 
 class BackpropExtension(ABC):  # noqa: B024
@@ -317,6 +323,9 @@ class BackpropExtension(ABC):  # noqa: B024
             shard.meet(current_turn())
         extension = self.get_module_extension(module)
         if extension is not None:
+            if self.walks_modules and current_turn().lacks_io:
+                who = {"ext": self, "field": self.savefield, "module": module}
+                raise NotImplementedError(message(NAMES_TAKEN, **who))
             extension(self, module, g_inp, g_out)
         elif not (self.walks_modules and current_turn().only_arranges):
             self._on_unknown(module)

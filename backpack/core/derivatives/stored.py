@@ -42,6 +42,8 @@ HOOKED = (
 )
 NAMED = "_backpack_named"
 """Attribute of modules, for the names of the last inputs that were given by name."""
+STORED = "_backpack_stored"
+"""Attribute of modules that says what else is stored for a turn."""
 _CONTAINERS = (list, dict, set, deque, OrderedDict)
 _INTERNAL = frozenset(vars(Module()))
 OVERWRITTEN = "_backpack_overwritten"
@@ -60,8 +62,9 @@ def stored_inputs(module: Layer) -> Tuple[Any, ...]:
         The inputs.
     """
     inputs: List[Any] = []
-    while hasattr(module, f"input{len(inputs)}"):
-        inputs.append(getattr(module, f"input{len(inputs)}"))
+    own = {**vars(module), **module._parameters}  # `__getattr__` might answer any name
+    while f"input{len(inputs)}" in own:
+        inputs.append(own[f"input{len(inputs)}"])
     return tuple(inputs)
 
 
@@ -126,9 +129,10 @@ def scratch_copy(module: Layer, **attributes: Any) -> Module:
     own = [(name, x) for name, x in vars(module).items() if name not in _INTERNAL]
     kept = {name: x.clone() for name, x in own if _is_state(name, x)}
     logs = {name: copy(x) for name, x in own if type(x) in _CONTAINERS}
+    displaced = getattr(vars(module).get(STORED), "displaced", {})
     return shallow_copy(
         module,
-        **{**kept, **logs, **attributes},
+        **{**kept, **logs, **displaced, **attributes},
         _parameters=dict(module._parameters),
         _buffers={name: b if b is None else b.clone() for name, b in buffers},
         _modules={name: m if m is None else scratch_copy(m) for name, m in children},

@@ -2262,11 +2262,11 @@ MODIFIED = {
     "last bias": lambda problem: problem.model[-1].bias.detach().zero_(),
     "data": lambda problem: [p.data.mul_(2) for p in problem.model.parameters()],
     "another data": lambda problem: replace_data(problem.model),
-    "rows of data": lambda problem: problem.model[0].weight.data.copy_(
-        problem.model[0].weight.flip(0)
+    "rows of data": lambda problem: problem.model[-1].weight.data.copy_(
+        problem.model[-1].weight.flip(0)
     ),
-    "columns of data": lambda problem: problem.model[0].weight.data.copy_(
-        problem.model[0].weight.flip(1)
+    "columns of data": lambda problem: problem.model[-1].weight.data.copy_(
+        problem.model[-1].weight.flip(1)
     ),
 }
 
@@ -2283,6 +2283,38 @@ def test_products_after_a_modification(ext: Callable, name: str):
     MODIFIED[name](problem)
     with pytest.raises(RuntimeError, match="modified in place.*Multiply before"):
         product(torch.ones_like(weight))
+
+
+UPDATES = {
+    "in-place": lambda p, x: p.detach().add_(x),
+    "data": lambda p, x: p.data.add_(x),
+    "another-data": lambda p, x: setattr(p, "data", p.data + x),
+}
+
+
+@pytest.mark.parametrize("update", UPDATES)
+@pytest.mark.parametrize("ext", [HMP, GGNMP, PCHMP])
+def test_products_between_updates(ext: Callable, update: str):
+    """Parameters may be updated one after the other, from the first layer to the last.
+
+    A block depends on what goes into its layer, and on the layers behind.
+    """
+    model = Sequential(
+        *(nn.Conv2d(1, 2, 2), nn.Sigmoid(), nn.BatchNorm2d(2).eval(), nn.Flatten()),
+        *(nn.Linear(8, 3), nn.Tanh(), nn.Linear(3, 3)),
+    )
+    problem = Problem(
+        model.to(F64),
+        nn.CrossEntropyLoss(),
+        (torch.rand(N, 1, 3, 3, dtype=F64),),
+        (torch.arange(N),),
+    )
+    run(problem, ext())
+    products = {p: getattr(p, ext().savefield) for p in model.parameters()}
+    expected = {p: product(torch.ones_like(p)) for p, product in products.items()}
+    for p, product in products.items():
+        assert torch.equal(product(torch.ones_like(p)), expected[p])
+        UPDATES[update](p, 1.0)
 
 
 class Swap(Module):

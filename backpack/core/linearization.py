@@ -105,13 +105,14 @@ class PerInput(list):
 class Snapshot:
     """The tensors of a frozen module, to tell whether they were modified since."""
 
-    def __init__(self, module: Module):
+    def __init__(self, module: Module, parameters: bool = True):
         """Look at the tensors.
 
         Args:
             module: Frozen module.
+            parameters: Whether its parameters matter. Default: ``True``.
         """
-        self._module, params = module, list(module.parameters())
+        self._module, params = module, list(module.parameters()) if parameters else []
         values = (*params, *stored.stored_inputs(module), module.output)
         tensors = [x.detach() for x in values if isinstance(x, Tensor)]  # no graph
         self._seen = [(x, version_of(x)) for x in tensors]
@@ -369,6 +370,7 @@ class ParameterLinearization:
 
     Attributes:
         has_residual: Whether the module may be non-linear in the parameter.
+        is_affine: Whether products depend on no parameter of the module.
     """
 
     def __init__(
@@ -388,7 +390,7 @@ class ParameterLinearization:
         affine = getattr(derivatives, "affine_in_params", False)
         self.has_residual = not affine or name not in module._parameters
         # modules inside hold what parametrized parameters are computed from
-        self._by_rule = not self.has_residual and not module._modules
+        self.is_affine = not self.has_residual and not module._modules
 
     @property
     def parameter(self) -> Tensor:
@@ -405,7 +407,7 @@ class ParameterLinearization:
         Returns:
             Columns ``[V, N, *out]``.
         """
-        if self._by_rule:
+        if self.is_affine:
             args = self.name, self.module, (), self.g_out, columns
             return self.derivatives.param_jac_mat_prod(*args)
         param, y = stored.evaluate_parameter(self.module, self.name)
@@ -421,7 +423,7 @@ class ParameterLinearization:
             Columns ``[V, *p]``.
         """
         columns = as_type(columns, self.module.output.dtype)
-        if self._by_rule:
+        if self.is_affine:
             args = self.name, self.module, (), self.g_out, columns
             return self.derivatives.param_mjp(*args)
         param, y = stored.evaluate_parameter(self.module, self.name)

@@ -92,7 +92,8 @@ class CurvatureProductRule(ModuleRule):
         """
         frozen, backproped = freeze(module), Operator.wrap(backproped)
         linear = ParameterLinearization(self.derivatives, frozen, g_out, name)
-        snapshot, ext_name = Snapshot(frozen), type(ext).__name__
+        # of an affine layer, parameters may be updated one after the other
+        snapshot, ext_name = Snapshot(frozen, not linear.is_affine), type(ext).__name__
         residual = linear.has_residual and Curvature.require_residual(ext.curv_type)
         if residual and Curvature.is_pch(ext.curv_type):
             text = message(PARAMETER_RESIDUAL, ext=ext, module=module, name=name)

@@ -1411,7 +1411,30 @@ WALKS: Dict[str, Row] = {
     ),
 }
 
+
+def differentiated(ext: BackpropExtension) -> None:
+    """Put a quantity into a loss, which has no graph."""
+    model, loss = extend(Sequential(nn.Linear(3, 3), nn.Tanh())), extend(nn.MSELoss())
+    value = loss(model(torch.randn(4, 3)), torch.zeros(4, 3))
+    with backpack(ext):
+        value.backward(inputs=list(model.parameters()), create_graph=True)
+    weight = model[0].weight
+    found = getattr(weight, ext.savefield)
+    found = found(torch.ones_like(weight)) if callable(found) else found
+    torch.autograd.grad(sum(x.sum() for x in found), weight)
+
+
 PASSES: Dict[str, Row] = {
+    **{
+        f"without-a-graph-{ext.__name__}": Row(
+            lambda ext=ext: differentiated(ext()),
+            NotImplementedError,
+            rf"{ext.__name__} \(field '.*'\).*Linear.*'0' of Sequential",
+            "can't be differentiated",
+            r"Use one of these, or `detach\(\)` the field",
+        )
+        for ext in (DiagHessian, KFRA, HMP)
+    },
     "released": Row(
         released,
         RuntimeError,

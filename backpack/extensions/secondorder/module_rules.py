@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.utils._pytree import tree_map
 
 from backpack.core.derivatives.loss_base import BaseLossDerivatives
 from backpack.core.table import built_in, find_loss
@@ -15,7 +19,36 @@ from backpack.extensions.module_extension import ModuleExtension, ParameterRule
 from backpack.extensions.secondorder import walk
 from backpack.extensions.secondorder.base import SecondOrderBackpropExtension
 from backpack.utils.disable import disable
+from backpack.utils.hooks import message
 from backpack.utils.types import Grads, Layer
+
+NO_GRAPH = (
+    "{ext} (field '{field}') can't be differentiated, although the backward pass of "
+    "{module} ran with `create_graph=True`: quantities of first order and diagonals of "
+    "the GGN can be. Use one of these, or `detach()` the field."
+)
+
+
+class _NoGraph(torch.autograd.Function):
+    """Returns what it gets, and refuses to be differentiated."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, param: Parameter, text: str) -> Tensor:
+        """Return it, as something that depends on a parameter."""
+        ctx.text = text
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        """Refuse."""
+        raise NotImplementedError(ctx.text)
+
+
+def _without_graph(param: Parameter, text: str, value: Any) -> Any:
+    """Let a derivative of a value be an error, where it would be zero in silence."""
+    if isinstance(value, Tensor):
+        return _NoGraph.apply(value, param, text)
+    return type(value)(lambda mat: _NoGraph.apply(value(mat), param, text))
 
 
 class ModuleRule(MatToJacMat, ParameterRule):
@@ -30,7 +63,6 @@ class ModuleRule(MatToJacMat, ParameterRule):
 class ApplyRules(ModuleExtension):
     """Apply an extension's rule with the derivatives in the table; for every module."""
 
-    @torch.no_grad()
     def __call__(
         self, extension: Any, module: Layer, g_inp: Grads, g_out: Grads
     ) -> None:
@@ -42,15 +74,17 @@ class ApplyRules(ModuleExtension):
             g_inp: Gradients at the inputs, as far as they exist.
             g_out: Gradients at the outputs.
         """
-        turn = current_turn()
-        with disable():
+        turn, creates_graph = current_turn(), torch.is_grad_enabled()
+        with disable(), torch.no_grad():
             if turn.call.is_loss:
                 derivatives = find_loss(module).derivatives
                 turn.pass_on(extension, extension.start(derivatives, module, g_out))
             elif not walk.skips(turn, extension):
-                self._apply(extension, module, g_inp, g_out)
+                self._apply(extension, module, g_out, creates_graph)
 
-    def _apply(self, extension: Any, module: Layer, g_inp: Grads, g_out: Grads) -> None:
+    def _apply(
+        self, extension: Any, module: Layer, g_out: Grads, creates_graph: bool
+    ) -> None:
         turn = current_turn()
         if extension.separates_samples:
             walk.check_batch_first(turn, extension)
@@ -65,6 +99,11 @@ class ApplyRules(ModuleExtension):
         for name, param in turn.parameters:
             rule = extension.rule(turn.derivatives_for(name))
             value = rule.parameter(name, extension, frozen, g_out, quantity)
+            if creates_graph:
+                who = {"ext": extension, "field": extension.savefield}
+                text = message(NO_GRAPH, module=module, **who)
+                with torch.enable_grad():
+                    value = tree_map(partial(_without_graph, param, text), value)
             turn.save_alone(extension, param, value)
         if producers:
             rule = extension.rule(derivatives)

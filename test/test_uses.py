@@ -1854,6 +1854,29 @@ def test_losses_of_parameters(name: str, reduction: str) -> None:
     assert_agrees(model.c.grad_batch, expected * (value / total), name)
 
 
+@pytest.mark.parametrize("name", ["mse_loss", "smooth_l1_loss", "margin_ranking_loss"])
+def test_learned_factor_of_a_loss_between_inputs(name: str) -> None:
+    """That samples meet there is not for one input's having another batch axis."""
+    loss = {"margin_ranking_loss": lambda f, y: F.margin_ranking_loss(f, y, f.sign())}
+    each = loss.get(name) or getattr(F, name)
+
+    def forward(m: Module, x: Tensor, y: Tensor) -> Tensor:
+        return m.s.exp() * each(m.f(x), m.v * y)
+
+    parts = {"f": nn.Linear(4, 3), "s": nn.Parameter(torch.rand(())), "v": param(3)}
+    model = Lambda(forward, **parts).to(F64)
+    x, y = torch.randn(N, 4).to(F64), torch.randn(N, 3).to(F64)
+    params = dict(model.named_parameters())
+    rows = [
+        torch.autograd.grad(model(*row) / N, list(params.values()))
+        for row in zip(x.split(1), y.split(1))
+    ]
+    with backpack(BatchGrad()):
+        extend(model)(x, y).backward()
+    for (key, p), expected in zip(params.items(), zip(*rows)):
+        assert_agrees(p.grad_batch, torch.stack(expected), key)
+
+
 class Elements(TorchDispatchMode):
     """Counts the elements of what operations return."""
 

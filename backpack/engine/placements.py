@@ -391,7 +391,7 @@ class Finder:
                 found = [Mixed(f"`{name}` ({reason})", False)] * len(outs)
                 lasts = False
         certain = self.certain(done.data)
-        if 0 < len(certain) < len(done.data) and self._differ(done.data, found):
+        if 0 < len(certain) < len(done.data) and self._differ(done, found, certain):
             if not any(x.requires_grad for x in done.data):  # what is given is given
                 return self.find(done._replace(data=certain), key)
             found = [_of_inputs(name, placement) for placement in found]
@@ -450,11 +450,13 @@ class Finder:
                 return False
         return True
 
-    def _differ(self, data: list[Tensor], found: list[Placement]) -> bool:
+    def _differ(self, done: Performed, found: list[Any], certain: list[Any]) -> bool:
         """Tell whether the samples of operands do not lie along the same axis."""
         if any(isinstance(placement, Mixed) for placement in found):
-            return True
-        if any(isinstance(self.of(x), Tensor) for x in data):
+            with suppress(Exception), torch._C.DisableTorchFunction(), torch.no_grad():
+                found, _ = self._run(done._replace(data=certain))  # meet without others
+            return not all(isinstance(placement, Mixed) for placement in found)
+        if any(isinstance(self.of(x), Tensor) for x in done.data):
             return False
         return any(isinstance(placement, Tensor) for placement in found)
 

@@ -201,6 +201,7 @@ SHAPES = [
     layer("ReflectionPad2d", lambda: nn.ReflectionPad2d(1), 1, 3, 2),
     layer("ReplicationPad1d", lambda: nn.ReplicationPad1d(2), 2, 2),
     layer("Slicing", lambda: Slicing((slice(None), slice(1), 0)), 2, 3),
+    layer("Slicing-nothing", lambda: Slicing(slice(None)), 3),
     layer("Permute", lambda: Permute(0, 2, 1), 2, 3),
     layer("Upsample", lambda: nn.Upsample(scale_factor=2), 2, 2),
     layer("PixelShuffle", lambda: nn.PixelShuffle(2), 4, 1, 2),

@@ -154,8 +154,10 @@ class SlicingDerivatives(LinearMapDerivatives):
         Raises:
             ValueError: If the module selects from axis 0.
         """
-        first = module.slice_info[0]
-        if not (first == slice(None) or first is Ellipsis):
+        first = module.slice_info
+        first = first[0] if isinstance(first, tuple) else first
+        whole = slice(None), slice(None, None, 1), slice(0, None)
+        if not (first is Ellipsis or first in whole):
             raise ValueError(
                 f"{name_module(module)} selects from axis 0, which holds the samples. "
                 f"Expected a full slice (slice(None)) for this axis, got {first}."

@@ -486,6 +486,30 @@ def test_class_of_results(function: Callable) -> None:
     assert type(extend(model)(torch.ones(3, 4, dtype=F64))) is Marked
 
 
+def test_hooks_on_what_is_saved() -> None:
+    """Who compresses activations and spares parameters has the same gradients."""
+
+    def forward(m: Module, x: Tensor) -> Tensor:
+        return (torch.tanh(x @ m.w) * m.s) @ m.v
+
+    def pack(x: Tensor) -> Tensor:
+        spares = isinstance(x, nn.Parameter) or not x.is_floating_point()
+        return x if spares else x.bfloat16()
+
+    def unpack(x: Tensor) -> Tensor:
+        return x.to(F64) if x.dtype == torch.bfloat16 else x
+
+    torch.manual_seed(0)
+    model = Lambda(forward, w=param(4, 3), s=param(3), v=param(3, 2)).to(F64)
+    x, params, found = torch.randn(N, 4).to(F64), list(model.parameters()), []
+    for other in (deepcopy(model), extend(model)):
+        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+            value = other(x).square().sum()
+        found.append(torch.autograd.grad(value, list(other.parameters())))
+    assert all(map(torch.equal, *found))
+    assert not any(p.grad_fn for p in params)
+
+
 def test_shapes_that_do_not_fit() -> None:
     """An operation says itself what it can't do."""
     model, x = Lambda(lambda m, x: x / m.w, w=param(4)), torch.ones(3, 5, dtype=F64)

@@ -13,12 +13,13 @@ from typing import Any, Callable, Iterable, Sequence
 import torch
 from torch import Tensor
 from torch.autograd.graph import disable_saved_tensors_hooks, saved_tensors_hooks
+from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from backpack.utils.hooks import names_of
 from backpack.utils.state import state
-from backpack.utils.types import is_inexact
+from backpack.utils.types import is_inexact, place_of
 
 SAVED = "backpack.saved"  # where a node of a constant's graph keeps what was saved
 
@@ -121,7 +122,10 @@ def are_kept() -> bool:
 
 
 def run(
-    func: Callable, args: tuple, kwargs: dict[str, Any]
+    func: Callable,
+    args: tuple,
+    kwargs: dict[str, Any],
+    constants: Sequence[Tensor] = (),
 ) -> tuple[Any, Sequence[Saved]]:
     """Run an operation.
 
@@ -129,6 +133,8 @@ def run(
         func: The operation.
         args: Positional arguments.
         kwargs: Keyword arguments.
+        constants: What aliases stand for: hooks that spare parameters are given these.
+            Default: none.
 
     Returns:
         Its result, and what it has saved, if somebody has hooks on that.
@@ -138,13 +144,20 @@ def run(
         return func(*args, **kwargs), ()
     saved: list[Saved] = []
     pack, unpack = hooks
+    own = {_numbers(x): x for x in constants if isinstance(x, Parameter)}
 
     def keep(x: Tensor) -> Saved:
-        saved.append(Saved(pack(x), unpack))
+        saved.append(Saved(pack(own.get(_numbers(x), x)), unpack))
         return saved[-1]
 
     with saved_tensors_hooks(keep, Saved.unpack):
         return func(*args, **kwargs), saved
+
+
+def _numbers(x: Tensor) -> Any:
+    """Tell which numbers a tensor has; those of a sparse one are not compared."""
+    is_strided = x.layout is torch.strided and not x.is_nested
+    return (place_of(x), x.shape, x.stride()) if is_strided else id(x)
 
 
 def note(outputs: Iterable[Tensor], saved: Sequence[Saved]) -> None:

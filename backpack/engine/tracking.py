@@ -339,7 +339,7 @@ class Tracker(LowMode):
                         self.place(out, layout, not certain)
                         return out
         else:
-            out, saved = saved_tensors.run(run, args, kwargs)
+            out, saved = saved_tensors.run(run, args, kwargs, constants)
         result = written if out is None and name == "__setitem__" else out
         outs = [result] if isinstance(result, Tensor) else tensors_in(result)
         if not outs:

@@ -361,9 +361,10 @@ def kind_of(func: Any) -> Kind:
         or (name.startswith("__i") and name not in ("__invert__", "__index__"))
     )
     reads, is_loss = name in _READS, func in LOSS_FUNCTIONS
-    is_function = getattr(func, "__module__", None) == functional.__name__
-    has_terms = is_function and "reduction" in signature(func).parameters
-    opened, foreign = _OPENED.get(func), owner is not None
+    opened, foreign, has_terms = _OPENED.get(func), owner is not None, is_loss
+    if isinstance(func, FunctionType) and func.__module__ == functional.__name__:
+        reduces = "reduction" in signature(func).parameters
+        has_terms = is_loss or reduces and opened is None  # of which others know how
     kind = Kind(name, quiet, reads, writes, opened, is_loss, has_terms, foreign)
     return KINDS.setdefault(func, kind)
 

@@ -274,24 +274,26 @@ class Call:
         module = self.module
         inputs = self.arguments if raw else map(_detach, self.arguments)
         values = (self.outputs[0] if self.outputs else None, *inputs)
-        attributes, stored, hidden = module.__dict__, Stored(), False
-        own = [attributes[kind] for kind in ("_parameters", "_buffers", "_modules")]
+        attributes, stored = module.__dict__, Stored()
+        params, buffers = attributes["_parameters"], attributes["_buffers"]
+        modules, new = attributes["_modules"], stored.values
         with lock_of(module):
-            clear_stored(module)
+            if STORED in attributes:
+                clear_stored(module)
             for name, value in zip(_names(type(module), len(values)), values):
-                if name is None or any(name in kind for kind in own):
-                    hidden = True
-                elif raw or name not in attributes:
-                    if name in attributes:
-                        stored.displaced[name] = attributes[name]
-                    stored.values[name] = value
+                if name is None or name in params or name in buffers or name in modules:
+                    self.hides = True
+                elif name not in attributes:
+                    new[name] = value
+                elif raw:
+                    stored.displaced[name] = attributes[name]
+                    new[name] = value
             overwritten = self.is_loss and not self.is_output_unchanged
             for name, value in ((NAMED, self.named), (OVERWRITTEN, overwritten)):
                 if value:
-                    stored.values[name] = value
-            attributes.update(stored.values)
+                    new[name] = value
+            attributes.update(new)
             attributes[STORED] = self.stored = stored
-        self.hides = hidden
 
     def release_all(self, keeps: bool) -> None:
         """Drop what this call and those inside of it keep.

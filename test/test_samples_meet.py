@@ -657,7 +657,7 @@ def test_losses_in_which_samples_meet_inside_the_model(
 
 
 WITH_PARAMETERS: Dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "inner": lambda f, w: torch.inner(f.flatten(), w.flatten()),
+    "dot": lambda f, w: torch.dot(f.flatten(), w.flatten()),
     "sum": lambda f, w: f.sum() + w.sum(),
 }
 

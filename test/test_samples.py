@@ -2346,6 +2346,23 @@ def test_token_beside_each_sample_in_a_loop() -> None:
     assert_right(Row(model, randn(N - 1, D)))
 
 
+@pytest.mark.parametrize("layer", [nn.RNN, nn.GRU, nn.LSTM])
+def test_several_results_of_rows_of_nobody(layer: Callable) -> None:
+    """A mask that picks nothing in this batch: both results have their gradient."""
+
+    def forward(m: Module, x: Tensor) -> Tensor:
+        rows = x.new_full((len(x), 2, D), 0.1)
+        some = (x[:, 0] > 1e9).nonzero()[:, 0]
+        out, last = m.r(rows.index_put((some, some), m.f(x[some])))
+        last = last[1] if isinstance(last, tuple) else last
+        return (out.sum(1) + last[-1]) * x
+
+    def model() -> Module:
+        return Lambda(forward, r=layer(D, D, batch_first=True), f=nn.Linear(D, D))
+
+    assert_right(Row(model, randn(D)))
+
+
 # Constants with a row for each sample, in the type of the input
 AS_TYPE: Dict[str, Callable[[Tensor], Tensor]] = {
     "to": lambda x: torch.full((len(x), 1), 0.3).to(x),

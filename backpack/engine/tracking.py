@@ -362,6 +362,9 @@ class Tracker(LowMode):
             if mixed:
                 certain = self._finder.deciding(name, certain)
                 shared = self._finder.find_shared(Performed(*op, certain, states), key)
+            if any(p is None for p in placements):
+                pairs_of = zip(outs, placements)
+                placements = [self._of_result(x, p, data) for x, p in pairs_of]
         if pairs and result is not outs[0]:
             if run is not func:
                 return out  # what is around it can't be made anew
@@ -389,6 +392,17 @@ class Tracker(LowMode):
         met = all(isinstance(self._finder.of(x), Mixed) for x in data)
         return met and all(x.numel() == 1 for x in (*data, *constants))
 
+    def _of_result(self, x: Tensor, placement: Placement, data: list) -> Placement:
+        """Tell a constant from what only looks like one."""
+        if placement is None:
+            if forward_ad._current_level >= 0:  # it is a tangent
+                return Mixed("forward-mode differentiation", False)
+            places = [self._finder.of(y) for y in data if y.requires_grad]
+            if x.grad_fn is not None and any(map(has_gaps, places)):
+                # entries that no sample has entered are no constant of their own
+                return unentered(x, self.n)
+        return placement
+
     def _place_results(
         self,
         kind: Kind,
@@ -400,14 +414,6 @@ class Tracker(LowMode):
     ) -> list[Tensor]:
         """Mark what an operation returned; tell at which tensors it is a use."""
         for x, placement, late in zip(outs, placements, shared):
-            if placement is None:
-                if forward_ad._current_level >= 0:  # it is no constant, but a tangent
-                    placement = Mixed("forward-mode differentiation", False)
-                elif x.grad_fn is not None and any(
-                    has_gaps(self._finder.of(y)) for y in data if y.requires_grad
-                ):
-                    # entries that no sample has entered are no constant of their own
-                    placement = unentered(x, self.n)
             if type(placement) is Mixed:
                 earlier = any(self._finder.of(y) is placement for y in data)
                 owner = None if earlier and placement.is_known else self.owner

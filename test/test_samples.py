@@ -2363,6 +2363,29 @@ def test_several_results_of_rows_of_nobody(layer: Callable) -> None:
     assert_right(Row(model, randn(D)))
 
 
+@pytest.mark.parametrize("valid", [[[1, 0, 0], [0, 0, 0]], [[0, 0, 0], [1, 0, 1]]])
+def test_windows_of_a_single_sample(valid: List[List[int]]) -> None:
+    """Where one sample alone is there, rows of a window may be of two samples."""
+
+    def inputs() -> Tensors:
+        x = torch.randn(2, 3, D, dtype=F64)
+        x[..., 0] = x[..., 0].abs() * (2 * torch.tensor(valid, device=x.device) - 1)
+        return (x,)
+
+    def forward(m: Module, x: Tensor) -> Tensor:
+        is_valid = x[..., 0] > 0
+        places = is_valid.nonzero(as_tuple=True)
+        h = torch.zeros_like(x).index_put(places, m.a(x[is_valid]))
+        odd = torch.cat([h.flatten(0, 1), h.new_zeros(len(x) * x.shape[1] % 2, D)])
+        h = m.b(odd.view(-1, 2, D)).flatten(0, 1)[: len(x) * x.shape[1]]
+        return m.c(h.reshape(x.shape)).sum(1)
+
+    def model() -> Module:
+        return Lambda(forward, a=nn.Linear(D, D), b=nn.Linear(D, D), c=nn.Linear(D, D))
+
+    assert_right(Row(model, inputs))
+
+
 # Constants with a row for each sample, in the type of the input
 AS_TYPE: Dict[str, Callable[[Tensor], Tensor]] = {
     "to": lambda x: torch.full((len(x), 1), 0.3).to(x),

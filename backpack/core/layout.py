@@ -285,7 +285,7 @@ def simplify(
         own = _along(numbers, layouts[0].axis)
         if is_partial or not bool((own < 0).any()):
             return layouts[0]
-        numbers = own
+        numbers = numbers if single else own  # what one sample says may be by chance
     return most.expand([1] * numbers.dim()).clone() if n == 1 else numbers.clone()
 
 

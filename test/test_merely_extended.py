@@ -20,7 +20,7 @@ from torch.nn.utils.rnn import pack_padded_sequence
 from torch.utils.flop_counter import FlopCounterMode
 
 from backpack import backpack, disable, extend
-from backpack.engine import saved
+from backpack.engine import saved as of_saved
 from backpack.engine.record import Call
 from backpack.extensions import BatchGrad
 
@@ -488,7 +488,8 @@ def test_class_of_results(function: Callable) -> None:
 
 
 @pytest.mark.skipif(
-    saved._innermost_hooks is None, reason="This version does not say whose they are."
+    of_saved._innermost_hooks is None,
+    reason="This version does not say whose they are.",
 )
 def test_hooks_on_what_is_saved() -> None:
     """Who compresses activations and spares parameters has the same gradients."""

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from cases import make_extension
-from per_sample import Lambda
+from per_sample import Lambda, OwnOutput
 from torch import Tensor, nn
 from torch.autograd import grad
 from torch.nn import Module
@@ -352,27 +352,16 @@ def test_attributes_of_hooks_remain(when: str, quantity: Any):
     assert model[0].output is expected and model[0].input0 == 2.0
 
 
-class Scaled(nn.Linear):
-    """A layer that scales its output by an attribute of a name."""
-
-    def __init__(self, name: str):
-        """Store the name."""
-        super().__init__(3, 3)
-        self.name = name
-        setattr(self, name, 3.0)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Scale."""
-        return super().forward(x) * getattr(self, self.name)
-
-
 @pytest.mark.parametrize("name", ["output", "input0"])
 def test_own_attributes_in_rules(name: str):
     """A module that is repeated sees its own attribute, not what is stored."""
     found = []
     for own in (name, "scale"):
         torch.manual_seed(0)
-        model, loss = extend(nn.Sequential(Scaled(own), nn.Tanh())), nn.MSELoss()
+        model, loss = (
+            extend(nn.Sequential(OwnOutput(own, 3.0), nn.Tanh())),
+            nn.MSELoss(),
+        )
         with backpack(extensions.DiagHessian(), extensions.HMP()):
             extend(loss)(model(torch.rand(N, 3)), torch.zeros(N, 3)).backward()
         weight = model[0].weight

@@ -19,6 +19,7 @@ from typing import Any, Callable, Dict, List, NamedTuple, Optional
 import pytest
 import torch
 import torch.nn.functional as F
+from per_sample import OwnOutput
 from torch import Tensor, nn
 from torch.nn import Module, Parameter, Sequential
 from torch.nn.utils.rnn import pack_sequence
@@ -1228,20 +1229,6 @@ SECOND_ORDER: Dict[str, Row] = {
         for ext in (KFAC, KFLR, KFRA)
     },
 }
-
-
-class OwnOutput(nn.Linear):
-    """A layer that calls a buffer or a parameter as what is stored is called."""
-
-    def __init__(self, name: str, x: Tensor):
-        """Register it."""
-        super().__init__(3, 3)
-        self.name = name
-        setattr(self, name, x)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Scale the output."""
-        return super().forward(x) * getattr(self, self.name)
 
 
 WALKS: Dict[str, Row] = {

@@ -1,7 +1,7 @@
 """Derivatives of embeddings."""
 
 from math import prod
-from typing import Any, Sequence, Tuple
+from typing import Any, Optional, Sequence, Tuple
 
 from torch import Tensor
 
@@ -35,14 +35,17 @@ class EmbeddingDerivatives(BaseParameterDerivatives):
         self, module: Layer, g_inp: Grads, g_out: Grads, mat: Tensor
     ) -> Tensor:
         # what else the layer does to its weight is not done to directions
-        ids = module.input0.long().remainder(max(1, len(module.weight)))
+        ids, valid = self._looked_up(module, module.input0)
         found = mat[:, ids]
-        if module.padding_idx is None:
+        if valid is None:
             return found
-        is_padding = (ids == module.padding_idx).reshape(
-            *ids.shape, *[1] * (mat.dim() - 2)
-        )
-        return found.masked_fill(is_padding, 0.0)
+        return found.masked_fill(~valid.reshape(*ids.shape, *[1] * (mat.dim() - 2)), 0)
+
+    @staticmethod
+    def _looked_up(module: Layer, ids: Tensor) -> Tuple[Tensor, Optional[Tensor]]:
+        """Tell which rows are looked up, and which lookups count: ``None`` for all."""
+        ids = ids.long().remainder(max(1, len(module.weight)))
+        return ids, None if module.padding_idx is None else ids != module.padding_idx
 
     def product(
         self, name: str, module: Layer, inputs: Sequence[Tensor], cotangents: Tensor
@@ -60,11 +63,9 @@ class EmbeddingDerivatives(BaseParameterDerivatives):
         Returns:
             The products. Rows of ``padding_idx`` get none.
         """
-        (v, n), (rows, *row) = cotangents.shape[:2], module.weight.shape
+        (v, n), (_, *row) = cotangents.shape[:2], module.weight.shape
         positions = inputs[0].shape[1:].numel()
-        ids = inputs[0].reshape(n, positions).long().remainder(max(1, rows))
+        ids, valid = self._looked_up(module, inputs[0].reshape(n, positions))
         b = cotangents.reshape(v, n, positions, prod(row))
-        valid = None
-        if module.padding_idx is not None:
-            valid = (ids != module.padding_idx).to(b.dtype)
+        valid = None if valid is None else valid.to(b.dtype)
         return Rows(ids, b, module.weight.shape, valid)

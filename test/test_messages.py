@@ -417,7 +417,7 @@ def overwriting(model: Module, x: Tensor) -> Tensor:
 def packed() -> None:
     """Walk back through a recurrent layer with samples of different lengths."""
     with torch.device("cpu"):  # where PyTorch wants the lengths
-        layer = extend(nn.LSTM(3, 3))
+        layer = extend(nn.LSTM(3, 3, batch_first=True))
         inputs = pack_sequence([torch.ones(2, 3), torch.ones(1, 3)])
         value = extend(nn.MSELoss())(layer(inputs)[0].data, torch.ones(3, 3))
     with backpack(DiagHessian()):
@@ -1109,9 +1109,9 @@ SAMPLES: Dict[str, Row] = {
     "packed": Row(
         packed,
         NotImplementedError,
-        r"LSTM\(3, 3\)",
+        r"DiagHessian: LSTM\(3, 3, batch_first=True\)",
         "PackedSequence",
-        "Pass a padded tensor",
+        "Pass a padded tensor.*HMP",
     ),
     "pad-axis-0": Row(
         lambda: run(

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd import grad
-from torch.nn.utils.rnn import pack_sequence
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from backpack.core.derivatives import recurrent
@@ -397,14 +397,48 @@ def test_subsampling(case: Case):
     assert module.input0 is problem.inputs[0]
 
 
+@pytest.mark.usefixtures("cpu")  # where PyTorch wants the lengths
+@pytest.mark.parametrize("lengths", [(4, 3, 1), (2, 4, 2), (1, 1, 1)], ids=str)
+@pytest.mark.parametrize("case", FULL, ids=str)
+def test_packed(case: Case, lengths: Tuple[int, ...]):
+    """Samples of different lengths are each what they are alone, to the end."""
+    module, derivatives, (x, states), _ = build(case)
+    batch = pack_padded_sequence(x, lengths, True, enforce_sorted=False)
+    outputs = tensor_outputs(module(batch, states))
+    mats = [torch.randn(case.columns, *y.shape, dtype=F64) for y in outputs]
+    packed, *finals = mats
+    columns = [batch._replace(data=column) for column in packed]
+    padded = torch.stack([pad_packed_sequence(c, True)[0] for c in columns])
+    described = {
+        name: derivatives.product(name, module, (batch, states), mats)
+        for name, _ in module.named_parameters()
+    }
+    products = {name: p.individual() for name, p in described.items()}
+    for name, p in described.items():  # Kronecker factors are made of these
+        if isinstance(p, Outer):
+            steps = p.a[:, 0].any(-1).sum(-1).tolist()
+            within = [step <= length for step, length in zip(steps, lengths)]
+            assert all(within), f"inputs of {name} after the end"
+    pick = partial(torch.narrow, dim=1, length=1)
+    for n, length in enumerate(lengths):
+        own = tree_map_only(Tensor, lambda s, n=n: pick(s, start=n), states)
+        alone = tensor_outputs(module(x[n : n + 1, :length], own))
+        for v in range(case.columns):
+            given = [
+                padded[v, n : n + 1, :length],
+                *[pick(m[v], start=n) for m in finals],
+            ]
+            expected = grad(alone, list(module.parameters()), given, retain_graph=True)
+            for (name, result), by_autograd in zip(products.items(), expected):
+                check_close(result[v, n], by_autograd, name)
+
+
 REFUSED = {
-    "packed": ({}, lambda: pack_sequence([torch.ones(3, 2), torch.ones(1, 2)]), "pad"),
     "dropout": ({"dropout": 0.5}, lambda: torch.ones(3, 4, 2), "dropout=0.5.*eval"),
     "no batch": ({}, lambda: torch.ones(4, 2), "2 axes"),
 }
 
 
-@pytest.mark.usefixtures("cpu")  # where PyTorch wants the lengths
 @pytest.mark.parametrize("reason", REFUSED)
 @pytest.mark.parametrize("kind", [k for k in KINDS if k != "LSTM-proj"])
 def test_refused(kind: str, reason: str):

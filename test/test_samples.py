@@ -3378,6 +3378,160 @@ def test_first_order_only_needs_first_order() -> None:
         assert_right(row._replace(quantities=[quantity]))
 
 
+def pack(x: Tensor) -> Any:
+    """Pack sequences whose lengths depend on their first entry alone."""
+    lengths = [1 + int(abs(z[0, 0].item()) * 10) % x.shape[1] for z in x]
+    return pack_padded_sequence(x, lengths, True, enforce_sorted=False)
+
+
+def longest_first(m: Module, x: Tensor) -> Tensor:
+    """Sort sequences by hand before they are packed."""
+    packed = pack(x)
+    order = packed.sorted_indices
+    y, states = m.r(packed._replace(sorted_indices=None, unsorted_indices=None))
+    padded, _ = pad_packed_sequence(y, True, total_length=x.shape[1])
+    return (plain(m, padded.sum(1)[:, :D]) + sum(states).sum(0).cos())[order.argsort()]
+
+
+def from_states(m: Module, x: Tensor) -> Tensor:
+    """Begin with states that are learned, and end with those after the last step."""
+    start = plain(m, x[:, 0]).view(len(x), 4, -1).transpose(0, 1)
+    y, (h, c) = m.r(pack(plain(m, x)), (start.tanh(), start.sin()))
+    return h.sum(0) * c[0] + pad_packed_sequence(y)[0][0, :, : h.shape[-1]]
+
+
+def packed_twice(m: Module, x: Tensor) -> Tensor:
+    """Go through two layers, with parameters on rows in between."""
+    y, _ = m.r(pack(x))
+    y = y._replace(data=plain(m, y.data[:, :D] * y.data[:, D:]))
+    return pad_packed_sequence(m.s(y)[0], True, total_length=x.shape[1])[0].sum(1)
+
+
+def words(m: Module, x: Tensor) -> Tensor:
+    """Pack several sequences of each sample."""
+    sequences = torch.stack([x, x.sin()], 1).flatten(0, 1)
+    return plain(m, m.r(pack(sequences))[1][0].sum(0)).unflatten(0, (-1, 2)).sum(1)
+
+
+def of_nodes(m: Module, x: Tensor) -> Tensor:
+    """Run a layer on the sequences of several nodes, one after the other."""
+    nodes = torch.stack([x, x.sin(), x.cos()], m.axis)
+    y, states = m.r(plain(m, nodes).flatten(0, 1))
+    z, _ = m.s(y.transpose(0, 1), states)
+    return z.sum(0).unflatten(0, nodes.shape[:2]).sum(m.axis)
+
+
+def lstm(width: int = D, **options: Any) -> Module:
+    """Make a layer in two directions."""
+    return nn.LSTM(D, width, 2, bidirectional=True, **options)
+
+
+SEQUENCES: Dict[str, Tuple[Callable[[Module, Tensor], Tensor], Dict[str, Callable]]] = {
+    "longest-first": (longest_first, {"r": lstm}),
+    "from-states": (from_states, {"r": lambda: lstm(1)}),
+    "between-layers": (
+        packed_twice,
+        {"r": lstm, "s": lambda: nn.RNN(D, 2, bias=False)},
+    ),
+    "with-projections": (
+        packed_twice,
+        {"r": lambda: lstm(5, proj_size=D), "s": rnn(nn.GRU)},
+    ),
+    "of-words": (words, {"r": lstm}),
+    **{
+        f"of-{name}": (
+            of_nodes,
+            {
+                "r": rnn(nn.GRU, batch_first=True),
+                "s": rnn(nn.GRU),
+                "axis": partial(int, axis),
+            },
+        )
+        for axis, name in enumerate(["nodes", "samples"])
+    },
+}
+
+
+@pytest.mark.usefixtures("cpu")  # where PyTorch wants the lengths
+@pytest.mark.parametrize("t", LENGTHS)
+@pytest.mark.parametrize("name", SEQUENCES)
+def test_sequences(name: str, t: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A recurrent layer's rule is for all sequences of which each is of one sample."""
+    forward, parts = SEQUENCES[name]
+    monkeypatch.delattr(Use, "_generic")
+
+    def model() -> Module:
+        made = {part: make() for part, make in parts.items()}
+        used = {"f": nn.Linear(D, D), "g": nn.LayerNorm(D), "p": param(D)}
+        return Lambda(forward, **used, **made)
+
+    quantities = [*FIRST_ORDER, "DiagGGNExact"]
+    assert_right(Row(model, randn(t, D), quantities=quantities))
+
+
+def some_words(m: Module, x: Tensor) -> Tensor:
+    """Run a layer on one sequence of some samples, on four of others."""
+    many, y = (x[:, 0, 0] > 0).nonzero()[:, 0], plain(m, x[:, 0])
+    own = torch.cat([torch.arange(len(x)), many, many])
+    y = y.index_add(0, own, m.r(torch.cat([x, x[many].sin(), x[many].cos()]))[1][0])
+    return y.index_add(0, many, m.r(x[many])[1][0]) if len(many) else y
+
+
+def two_signs() -> Tensor:
+    """Make samples of which half have more sequences than others."""
+    x = torch.randn(N, 3, D, dtype=F64)
+    x[:, 0, 0] = x[:, 0, 0].abs() * torch.tensor([1, -1, -1, 1])
+    return x
+
+
+@pytest.mark.parametrize("number", [1, 2, N])
+def test_more_sequences_of_some(number: int) -> None:
+    """Samples with unlike numbers of sequences are right as well."""
+
+    def model() -> Module:
+        used = {"f": nn.Linear(D, D), "g": nn.LayerNorm(D), "p": param(D)}
+        return Lambda(some_words, r=nn.GRU(D, D, batch_first=True), **used)
+
+    assert_right(Row(model, lambda: (two_signs()[:number],)))
+
+
+def shifted(x: Any) -> Any:
+    """Give steps after the first to other sequences."""
+    first, later = x.data.tensor_split([int(x.batch_sizes[0])])
+    return x._replace(data=torch.cat([first, later.flip(0)]))
+
+
+OF_OTHERS: Dict[str, Callable[[Module, Tensor], Tensor]] = {
+    "rows": lambda m, x: m.r(shifted(pack(x)))[1][0],
+    "steps": lambda m, x: m.r(torch.stack([x[:, 0], x[:, 1].roll(1, 0)], 1))[1][0],
+    "states": lambda m, x: m.r(x, m.r(x)[1].flip(1))[1][0],
+    "states-of-packed": lambda m, x: m.r(pack(x), m.r(x)[1].flip(1))[1][0],
+}
+
+
+@pytest.mark.usefixtures("cpu")  # where PyTorch wants the lengths
+@pytest.mark.parametrize("name", OF_OTHERS)
+def test_sequences_of_others(name: str) -> None:
+    """Samples meet in sequences that have steps or states of several."""
+
+    def model() -> Module:
+        return Lambda(OF_OTHERS[name], r=nn.GRU(D, D, batch_first=True))
+
+    assert_refused(Row(model, randn(3, D), says="gru"), "BatchGrad")
+
+
+@pytest.mark.parametrize("shape", [(N, 1), (N, D), (1, D), (D,), ()], ids=str)
+@pytest.mark.parametrize("combine", [torch.mul, torch.add], ids=["mul", "add"])
+def test_broadcast_to_sorted_rows(combine: Callable, shape: Tuple[int, ...]) -> None:
+    """What meets rows of samples is shared by them, or one for each."""
+
+    def forward(m: Module, x: Tensor) -> Tensor:
+        order = x[:, 0].argsort()
+        return combine(x[order], m.p)[order.argsort()].tanh()
+
+    assert_right(Row(lambda: Lambda(forward, p=param(*shape)), randn(D), alone=False))
+
+
 @pytest.mark.parametrize("lengths", [*product((1, 2, 3), repeat=3)])
 def test_packed_between_modules(lengths: Tuple[int, ...]) -> None:
     """Sizes and orders of packed sequences are no samples, however many there are."""

@@ -490,12 +490,22 @@ class Broadcast(Operation):
             return None
         if n == 1:  # whatever axis it was on, all others are positions
             cotangents, full, out = cotangents.unsqueeze(1), [1, *full], FIRST
-        if not isinstance(out, Layout) or full[out.axis] != 1:
-            return None
         if self.data is not None:
             cotangents = cotangents * self.data.conj()
         if self._scale != 1.0:
             cotangents = cotangents * self._scale
+        if isinstance(out, Tensor):
+            rows = [axis for axis, size in enumerate(out.shape) if size != 1]
+            if any(full[axis] != 1 for axis in rows):
+                return None
+            given = out
+            where = once(given, ("moved", *rows), lambda: _in_order(given, rows))
+            sizes = [cotangents.shape[1 + axis] for axis in rows]
+            b = _in_order(cotangents, [0, *[axis + 1 for axis in rows]])
+            cotangents, out = Arrangement(where, sizes, n).rows(b, 1), FIRST
+            full = [1, 1, *[s for axis, s in enumerate(full) if axis not in rows]]
+        if not isinstance(out, Layout) or full[out.axis] != 1:
+            return None
         b = cotangents.movedim(out.axis + 1, 1)
         del full[out.axis]
         rest = b.shape[2:]

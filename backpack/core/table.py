@@ -13,6 +13,7 @@ from typing import Any, Callable, Mapping, NamedTuple, Sequence
 
 from torch import Tensor, nn
 from torch.nn import Module, functional
+from torch.nn.utils.rnn import PackedSequence
 
 from backpack.core.derivatives import activations, linear_map, normalization, recurrent
 from backpack.core.derivatives.batchnorm_nd import BatchNormNdDerivatives
@@ -74,6 +75,8 @@ class Row(NamedTuple):
         """
         x = arguments[0]
         covered = self.derivatives.supports(module, tuple(arguments))
+        if self.several_outputs and isinstance(x, PackedSequence):
+            return covered
         return covered and isinstance(x, Tensor) and x.dim() >= self.min_dim
 
     def covers(self, module: Module, name: str) -> bool:

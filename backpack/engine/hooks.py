@@ -26,11 +26,10 @@ from torch.nn.modules.module import _global_forward_hooks
 
 from backpack.converter.function import FunctionModule
 from backpack.core.derivatives.generic import tensor_outputs
-from backpack.core.table import Row, find_loss_module, find_row
+from backpack.core.table import find_loss_module, find_row
 from backpack.engine import layer_calls
 from backpack.engine.graph import VIEW, is_leaf, note_tangent, on_one_node
 from backpack.engine.placements import mark_of, may_be_shared, place, placement_of
-from backpack.engine.probes import Known
 from backpack.engine.record import Call, CallRef, clear_stored
 from backpack.engine.tracking import Tracker
 from backpack.engine.uses import (
@@ -74,7 +73,7 @@ class _Frame:
         self.start = len(_THREAD.returned)
         self.since = torch._C._autograd._get_sequence_nr()
         self.tracker: Tracker | None = None  # if it was started here
-        self.row: tuple[Row, Known] | None = None  # if the call is a use as a whole
+        self.row: layer_calls.Covered | None = None  # if the call is a use as a whole
 
 
 class _Thread(threading.local):

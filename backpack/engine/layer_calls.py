@@ -17,8 +17,17 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.utils.rnn import PackedSequence
 
 from backpack.core.derivatives.generic import input_batch_axis, output_batch_axis
+from backpack.core.derivatives.recurrent import rows_of
 from backpack.core.derivatives.stored import shallow_copy
-from backpack.core.layout import FIRST, Layout, Mixed, Placement, spans
+from backpack.core.kinds import merge_rows
+from backpack.core.layout import (
+    FIRST,
+    Layout,
+    Mixed,
+    Placement,
+    simplify,
+    spans,
+)
 from backpack.core.operations import LayerLike, Operation, statistics
 from backpack.core.table import Row, find_loss, find_row
 from backpack.engine.gaps import INPUT, NESTED, differ, explain, note_constants
@@ -36,10 +45,26 @@ from backpack.utils.types import (
     versions_of,
 )
 
+EACH = slice(None)  # sequences or samples, one after the other
+
+
+class Covered(NamedTuple):
+    """What is known of a call of a layer of the table.
+
+    Attributes:
+        row: The layer's row of the table.
+        known: Where the samples of the input are.
+        sequences: Which sample each sequence is of that goes into a recurrent layer.
+    """
+
+    row: Row
+    known: Known
+    sequences: Tensor | slice = EACH
+
 
 def row_of_call(
     module: Module, args: tuple, kwargs: dict[str, Any], tracker: Tracker | None
-) -> tuple[Row, Known] | None:
+) -> Covered | None:
     """Look up the rule for a call that is a use as a whole, or needs no watching.
 
     Samples must be where the layer takes them to be. Everything else is watched.
@@ -51,16 +76,18 @@ def row_of_call(
         tracker: What watches the operations around, ``None`` if nothing does.
 
     Returns:
-        The row, and where the samples of the input are; ``None`` if what happens inside
-        has to be watched.
+        What is known; ``None`` if what happens inside has to be watched.
     """
     if tracker is None and is_loss(module):
         row = find_row(module, losses=True)
-        return None if row is None else (row, Known(None, 0))  # see `note_prediction`
+        return row and Covered(row, Known(None, 0))  # see `note_prediction`
     row = find_row(module)
-    if row is None or kwargs or not args or not isinstance(args[0], Tensor):
+    if row is None or kwargs or not args:
         return None
-    x = args[0]
+    is_packed = row.several_outputs and isinstance(args[0], PackedSequence)
+    x = args[0].data if is_packed else args[0]
+    if not isinstance(x, Tensor):
+        return None
     if x.is_nested or is_redefining() or are_redefined(args):
         return None
     if row.params == ():
@@ -68,9 +95,10 @@ def row_of_call(
             return None
     elif not row.accepts(module, args) or not _is_plain(module, row):
         return None
-    known = _input_of(module, x, tracker)
+    known = _known_of(x, tracker) or _given_to(module, args[0])
     if isinstance(module, nn.RNNBase):
-        return (row, known) if _takes_samples(module, args, tracker, known) else None
+        sequences = _sequences(module, args, tracker, known)
+        return None if sequences is None else Covered(row, known, sequences)
     if tracker is not None:
         # with autocast, autograd keeps a copy of the input: it may be overwritten
         if len(args) != 1 or torch._C._is_any_autocast_enabled():
@@ -78,7 +106,7 @@ def row_of_call(
     placement = known.placement
     if type(placement) is not Layout or placement.axis >= _row_axes(module, x):
         return None
-    return row, known
+    return Covered(row, known)
 
 
 BESIDE = Mixed("inputs besides the first that no extended module computes", False)
@@ -137,7 +165,8 @@ def find_samples(module: Module, args: tuple, kwargs: dict[str, Any]) -> Samples
     """
     packed = [x for x in (*args, *kwargs.values()) if isinstance(x, PackedSequence)]
     for sequence in packed:
-        _place_packed(sequence)
+        where, n = _packed(sequence)
+        place(sequence.data, where, Pass(n))
     about = {id(x) for sequence in packed for x in sequence[1:]}  # hold no samples
     tensors = [x for x in tensors_in((args, kwargs), depth=2) if id(x) not in about]
     nested = [x for x in tensors if x.is_nested]
@@ -217,14 +246,11 @@ def _first_argument(
     return first if len(found) == len(first) else found
 
 
-def _place_packed(x: PackedSequence) -> None:
-    """Say where the samples of a packed sequence are: in each step, the longest."""
-    sizes = x.batch_sizes.tolist()
-    numbers = torch.cat([torch.arange(size, device=x.data.device) for size in sizes])
-    if x.sorted_indices is not None:
-        numbers = x.sorted_indices[numbers]
+def _packed(x: PackedSequence) -> Known:
+    """Tell where samples are in a packed sequence, if each sequence is one."""
+    _, numbers = rows_of(x)
     numbers = numbers.view(-1, *[1] * (x.data.dim() - 1))
-    place(x.data, numbers, Pass(sizes[0]))
+    return Known(numbers, int(x.batch_sizes[0]))
 
 
 _SEQUENCES = {
@@ -266,25 +292,71 @@ def axes_of_samples(
     return {id(x): 1 for x in tensors if x.dim() == 3 and not x.is_nested}
 
 
-def _takes_samples(
+def _sequences(
     module: Module, args: tuple, tracker: Tracker | None, of_input: Known
-) -> bool:
-    """Tell whether what a recurrent layer takes for the batch are the samples."""
-    x, *states = args
-    placement, n = of_input
-    places = [(x, int(not module.batch_first), placement)]
-    for h in tensors_in(states):
+) -> Tensor | slice | None:
+    """Tell which sample each sequence is of that goes into a recurrent layer.
+
+    Args:
+        module: The layer.
+        args: Positional arguments: sequences, and maybe initial states.
+        tracker: What watches the operations around, ``None`` if nothing does.
+        of_input: Where the samples of the sequences are.
+
+    Returns:
+        Numbers of the samples, ``EACH`` for one after the other. ``None`` if the rule
+        is not for them: a sequence is not of one sample, samples do not have as many,
+        or a state is another one's.
+    """
+    x, (placement, n) = args[0], of_input
+    if not n:
+        return None
+    if isinstance(x, PackedSequence):
+        samples = _of_packed(x, of_input)
+    else:
+        axis = int(not module.batch_first)
+        one = n == 1 and type(placement) is Layout  # however its layout was noted
+        in_order = x.shape[axis] == n and (one or placement == Layout(axis, 1))
+        if in_order and not any([h.requires_grad for h in tensors_in(args[1:])]):
+            return EACH
+        samples = _along(x, axis, of_input)
+    if samples is None or len(samples) % n:
+        return None
+    each = torch.arange(len(samples), device=samples.device) // (len(samples) // n)
+    if not torch.equal(samples.sort()[0], each):
+        return None
+    for h in tensors_in(args[1:]):
         if h.requires_grad:
             known = _known_of(h, tracker)
-            if known is None or known.placement is None:
-                return False  # a parameter
-            places.append((h, 1, known.placement))
-    one = n == 1  # to which all belongs, however its layout was noted
-    return all(
-        y.shape[axis] == n
-        and (placement == Layout(axis, 1) or one and type(placement) is Layout)
-        for y, axis, placement in places
-    )
+            own = None if known is None else _along(h, 1, known)
+            if own is None or not torch.equal(own, samples):
+                return None  # a parameter, or other samples'
+    return EACH if len(samples) == n and torch.equal(samples, each) else samples
+
+
+def _of_packed(x: PackedSequence, known: Known) -> Tensor | None:
+    """Tell which sample each sequence of a packed one is of."""
+    rows, (_, numbers) = _along(x.data, 0, known), rows_of(x)
+    if rows is None:
+        return None
+    size = int(x.batch_sizes[0])
+    samples = rows.new_empty(size).index_copy(0, numbers[:size], rows[:size])
+    return samples if torch.equal(rows, samples[numbers]) else None
+
+
+def _along(x: Tensor, axis: int, known: Known) -> Tensor | None:
+    """Tell the sample of each entry along an axis, if that is all there is to tell."""
+    placement, n = known
+    if isinstance(placement, Layout):
+        if n > 1 and placement.axis != axis:
+            return None
+        return torch.arange(x.shape[axis], device=x.device) // placement.inner % n
+    if not isinstance(placement, Tensor) or not placement.numel():
+        return None
+    own = placement.to(x.device).movedim(axis, 0).flatten(1)  # often one number a row
+    if not torch.equal(own, own[:, :1].expand_as(own)):
+        return None
+    return own[:, 0].expand(x.shape[axis])
 
 
 def is_redefined(call: Call) -> bool:
@@ -333,16 +405,24 @@ class LayerCall(Operation):
 
     takes_all = True
 
-    def __init__(self, derivatives: Any, module: Module, arguments: list[Any]):
+    def __init__(
+        self,
+        derivatives: Any,
+        module: Module,
+        arguments: list[Any],
+        sequences: Tensor | slice,
+    ):
         """Store the call.
 
         Args:
             derivatives: The layer's derivatives.
             module: The layer.
             arguments: What went in.
+            sequences: Which sample each of the sequences is of that went in.
         """
-        super().__init__(arguments[0], list(module._parameters))
+        super().__init__(tensors_in(arguments)[0], list(module._parameters))
         self._derivatives, self._arguments = derivatives, arguments
+        self._sequences = sequences
         self._module = module
         self._read = tensors_in((arguments, list(module._parameters.values())))
         self._versions = versions_of(self._read)
@@ -362,7 +442,10 @@ class LayerCall(Operation):
         pairs = zip(module._parameters.values(), self._own.values())
         if any(p is not None and place_of(p) != place_of(x) for p, x in pairs):
             module = shallow_copy(module, _parameters=self._own)
-        return derivatives.product(key, module, self._arguments, cotangents)
+        found = derivatives.product(key, module, self._arguments, cotangents)
+        if not isinstance(self._sequences, Tensor):
+            return found
+        return merge_rows(found.select(self._sequences.argsort(stable=True)), n)
 
 
 def _known_of(x: Tensor, tracker: Tracker | None) -> Known | None:
@@ -372,23 +455,22 @@ def _known_of(x: Tensor, tracker: Tracker | None) -> Known | None:
     return Known(tracker.find_placement(x), tracker.n)
 
 
-def _input_of(module: Module, x: Tensor, tracker: Tracker | None) -> Known:
-    """Tell where the samples of a layer's input are."""
-    known = _known_of(x, tracker)
-    if known is not None:
-        return known
+def _given_to(module: Module, x: Tensor | PackedSequence) -> Known:
+    """Tell where a layer takes the samples of its input to be."""
+    if isinstance(x, PackedSequence):
+        return _packed(x)
     axis = input_batch_axis(module, 0)
     return Known(Layout(axis, 1), x.shape[axis] if x.dim() > axis else 1)
 
 
 def note_use(
-    call: Call, found: tuple[Row, Known], args: tuple, outputs: list[Tensor], since: int
+    call: Call, found: Covered, args: tuple, outputs: list[Tensor], since: int
 ) -> list[Placement]:
     """Record a call of a layer of the table as a use; say where samples are then.
 
     Args:
         call: The call.
-        found: The layer's row of the table, and where the samples of the input are.
+        found: What is known of it.
         args: Positional arguments.
         outputs: What the layer returned.
         since: Number of nodes that the graph had before.
@@ -396,12 +478,17 @@ def note_use(
     Returns:
         Where the samples are in each output.
     """
-    module, (row, known) = call.module, found
+    module, (row, known, sequences) = call.module, found
     call.n = known.n
-    placements = [known.placement] * len(outputs)
+    placements: list[Placement] = [known.placement] * len(outputs)
     if isinstance(module, nn.RNNBase):
-        axes = [output_batch_axis(module, i) for i in range(len(outputs))]
-        placements = [Layout(axis, 1) for axis in axes]
+        is_packed = isinstance(args[0], PackedSequence)
+        for i, x in enumerate(outputs[is_packed:], start=is_packed):
+            placements[i] = Layout(output_batch_axis(module, i), 1)
+            if isinstance(sequences, Tensor):
+                view = [1] * x.dim()
+                view[output_batch_axis(module, i)] = -1
+                placements[i] = simplify(sequences.view(view).expand(x.shape), known.n)
     if row.params == ():
         return placements
     constants = [
@@ -410,7 +497,7 @@ def note_use(
         if p is not None and p.requires_grad
     ]
     if constants and all([x.requires_grad for x in outputs]):
-        operation = _operation(module, row, args, [c.key for c in constants])
+        operation = _operation(found, module, args, [c.key for c in constants])
         name = type(module).__name__
         use = Use(name, constants, known.n, placements, call, operation, since)
         use.attach(outputs)
@@ -467,12 +554,12 @@ def note_prediction(call: Call) -> None:
 
 
 def _operation(
-    module: Module, row: Row, args: tuple, names: list[str]
+    found: Covered, module: Module, args: tuple, names: list[str]
 ) -> Operation | None:
     # its options may be changed, its parameters replaced, before they are read
-    layer = clear_copy(module)
+    row, layer = found.row, clear_copy(module)
     if row.several_outputs:
-        return LayerCall(row.derivatives, layer, list(args))
+        return LayerCall(row.derivatives, layer, list(args), found.sequences)
     if isinstance(module, _NormBase):
         vars(layer).update(_buffers=statistics(module._buffers))
     keys = {name: name for name in names}

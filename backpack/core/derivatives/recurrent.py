@@ -37,11 +37,6 @@ from backpack.utils.types import Layer, tensors_in, version_of
 
 Mats = Sequence[Optional[Tensor]]
 
-PACKED = (
-    "{module} was called with a PackedSequence, whose samples have no axis of their "
-    "own. Pass a padded tensor instead and mask what the padding leads to, or call the "
-    "module once for each length."
-)
 NOT_SUPPORTED = (
     "{derivatives}: the gradients of {module} need its forward pass repeated for an "
     "input with a batch axis and without `dropout` between layers in training mode, "
@@ -95,15 +90,10 @@ class RecurrentDerivatives(BaseParameterDerivatives):
         Returns:
             ``False`` for dropout between layers in training mode, which cannot be
             repeated, and for an input without batch axis.
-
-        Raises:
-            NotImplementedError: If the input is a packed sequence, for which no rule
-                can be right.
         """
-        if isinstance(inputs[0], PackedSequence):
-            raise NotImplementedError(message(PACKED, module=module))
         random = module.training and module.dropout > 0 and module.num_layers > 1
-        return not random and inputs[0].dim() == 3
+        x = inputs[0]
+        return not random and (isinstance(x, PackedSequence) or x.dim() == 3)
 
     def product(
         self,
@@ -122,11 +112,12 @@ class RecurrentDerivatives(BaseParameterDerivatives):
         Args:
             name: Name of the parameter, for instance ``"weight_ih_l0_reverse"``.
             module: The module.
-            inputs: Its input ``[N, T, d]`` (with ``batch_first``) or ``[T, N, d]``, and
-                maybe its initial state(s) ``[layers * directions, N, h]``.
+            inputs: Its input ``[N, T, d]`` (with ``batch_first``), ``[T, N, d]``, or
+                packed, and maybe its initial state(s) ``[layers * directions, N, h]``.
             cotangents: Columns at its outputs, ``None`` where zero: ``[V, N, T, h]`` or
-                ``[V, T, N, h]`` at the first one, ``[V, layers * directions, N, h]`` at
-                the final state(s). A tensor stands for the first output only.
+                ``[V, T, N, h]`` at the first one (``[V, rows, h]`` if it is packed),
+                ``[V, layers * directions, N, h]`` at the final state(s). A tensor
+                stands for the first output only.
 
         Returns:
             The products.
@@ -136,7 +127,8 @@ class RecurrentDerivatives(BaseParameterDerivatives):
         """
         if not self.supports(module, inputs):
             options = {"dropout": module.dropout, "training": module.training}
-            who = {"derivatives": self, "module": module, "dim": inputs[0].dim()}
+            dim = tree_leaves(inputs)[0].dim()
+            who = {"derivatives": self, "module": module, "dim": dim}
             raise NotImplementedError(message(NOT_SUPPORTED, **who, **options))
         mats = [cotangents] if isinstance(cotangents, Tensor) else list(cotangents)
         return self._shared_products(module, inputs, mats)[name]
@@ -185,8 +177,13 @@ class RecurrentDerivatives(BaseParameterDerivatives):
             The products by the parameters' names.
         """
         maps: Maps = defaultdict(list)
+        x, live, rows = inputs[0], None, None
+        if isinstance(x, PackedSequence):
+            sizes, rows = x.batch_sizes, rows_of(x)
+            live = x.data.new_zeros(len(sizes), int(sizes[0]), 1, dtype=torch.bool)
+            live[rows] = True
         with torch.enable_grad():
-            outputs = self._unroll(module, inputs, maps)
+            outputs = self._unroll(module, inputs, maps, rows, live)
         v = next(len(mat) for mat in cotangents if mat is not None)
         columns = [
             y.new_zeros(v, *y.shape) if mat is None else mat.to(y.dtype)
@@ -200,25 +197,42 @@ class RecurrentDerivatives(BaseParameterDerivatives):
         products: Dict[str, PerSample] = {}
         for place, steps in maps.items():
             a = torch.stack([x for x, _ in steps], dim=1)
+            if live is not None:  # those of sequences that have ended are no inputs
+                own = live.flip(0) if place.endswith("reverse") else live
+                a = a * own.transpose(0, 1)
             b = torch.stack([next(pulled) for _ in steps], dim=-2)
             b = b.view(v, *b.shape[-3:])
             products.update(_describe(module, place, a, b))
         return products
 
-    def _unroll(self, module: Layer, inputs: Sequence[Any], maps: Maps) -> List[Tensor]:
+    def _unroll(
+        self,
+        module: Layer,
+        inputs: Sequence[Any],
+        maps: Maps,
+        rows: Optional[Tuple[Tensor, Tensor]],
+        live: Optional[Tensor],
+    ) -> List[Tensor]:
         """Repeat the forward pass, step by step.
 
         Args:
             module: The module.
             inputs: Its inputs.
             maps: Where to note affine maps.
+            rows: Step and sequence of each row of a packed input, else ``None``.
+            live: Which sequences go on in each step, ``[T, N, 1]``. ``None`` for all.
 
         Returns:
             The module's outputs.
         """
-        x, *given = tree_leaves(inputs)
+        x, given = inputs[0], tree_leaves(inputs[1:])
         dtype, directions = module.weight_ih_l0.dtype, 1 + module.bidirectional
-        x = (x.transpose(0, 1) if module.batch_first else x).to(dtype)
+        if live is not None:
+            padded = x.data.new_zeros(*live.shape[:2], x.data.shape[1])
+            x = padded.index_put(rows, x.data)
+        elif module.batch_first:
+            x = x.transpose(0, 1)
+        x, backwards = x.to(dtype), None if live is None else live.flip(0)
         sizes = module.proj_size or module.hidden_size, module.hidden_size
         states = [state.to(dtype) for state in given if state is not None] or [
             x.new_zeros(module.num_layers * directions, x.shape[1], size)
@@ -230,16 +244,25 @@ class RecurrentDerivatives(BaseParameterDerivatives):
             for direction in range(directions):
                 place = f"_l{layer}" + "_reverse" * direction
                 initial = [state[len(last)] for state in states]
-                steps = x.flip(0) if direction else x
-                hidden, final = self._run(module, place, steps, initial, maps)
+                steps, on = (x.flip(0), backwards) if direction else (x, live)
+                hidden, final = self._run(module, place, steps, on, initial, maps)
                 sequences.append(hidden.flip(0) if direction else hidden)
                 last.append(final)
             x = torch.cat(sequences, dim=-1)
-        output = x.transpose(0, 1) if module.batch_first else x
-        return [output, *map(torch.stack, zip(*last))]
+        if rows is not None:
+            x = x[rows]
+        elif module.batch_first:
+            x = x.transpose(0, 1)
+        return [x, *map(torch.stack, zip(*last))]
 
     def _run(
-        self, module: Layer, place: str, x: Tensor, states: List[Tensor], maps: Maps
+        self,
+        module: Layer,
+        place: str,
+        x: Tensor,
+        live: Optional[Tensor],
+        states: List[Tensor],
+        maps: Maps,
     ) -> Tuple[Tensor, List[Tensor]]:
         """Go through time in one layer and direction.
 
@@ -247,6 +270,7 @@ class RecurrentDerivatives(BaseParameterDerivatives):
             module: The module.
             place: How names of its parameters end, for instance ``"_l0_reverse"``.
             x: Inputs ``[T, N, d]``, in the order of the steps.
+            live: Which sequences go on in each step; others keep their states.
             states: Initial states, ``[N, h]`` each.
             maps: Where to note affine maps.
 
@@ -262,11 +286,14 @@ class RecurrentDerivatives(BaseParameterDerivatives):
             return y
 
         hidden = []
-        for x_t in x:
+        for t, x_t in enumerate(x):
             gates = affine("ih", x_t), affine("hh", states[0])
-            states = list(self.advance(module, *gates, *states))
+            new = list(self.advance(module, *gates, *states))
             if module.proj_size:
-                states[0] = affine("hr", states[0])
+                new[0] = affine("hr", new[0])
+            if live is not None:
+                new = [y.where(live[t], old) for y, old in zip(new, states)]
+            states = new
             hidden.append(states[0])
         return torch.stack(hidden), states
 
@@ -326,6 +353,23 @@ class LSTMDerivatives(RecurrentDerivatives):
         i, f, g, o = (ih + hh).chunk(4, -1)
         cell = f.sigmoid() * states[1] + i.sigmoid() * g.tanh()
         return o.sigmoid() * cell.tanh(), cell
+
+
+def rows_of(packed: PackedSequence) -> Tuple[Tensor, Tensor]:
+    """Tell where the rows of a packed sequence come from: in each step, the longest.
+
+    Args:
+        packed: The packed sequence.
+
+    Returns:
+        Step and sequence of each row.
+    """
+    device, sizes = packed.data.device, packed.batch_sizes
+    steps = torch.arange(len(sizes)).repeat_interleave(sizes).to(device)
+    numbers = torch.cat([torch.arange(size, device=device) for size in sizes.tolist()])
+    if packed.sorted_indices is not None:
+        numbers = packed.sorted_indices[numbers]
+    return steps, numbers
 
 
 def _describe(module: Layer, place: str, a: Tensor, b: Tensor) -> Dict[str, PerSample]:

@@ -7,6 +7,7 @@ from typing import Any, Callable, Iterable
 import torch
 from torch import Tensor
 from torch.nn import Module
+from torch.nn.utils.rnn import PackedSequence
 
 from backpack.converter.reading import consists_of_modules
 from backpack.core.derivatives import stored
@@ -30,6 +31,11 @@ IN_PLACE = (
 SAMPLES_NOT_FIRST = (
     "{ext}: {module} takes samples on axis {axis} of its input, but axis 0 has to hold "
     "them. Use batch_first=True."
+)
+PACKED = (
+    "{ext}: {module} was called with a PackedSequence, whose samples have no axis of "
+    "their own. Pass a padded tensor instead and mask what the padding leads to, or "
+    "use HMP or GGNMP, which need not tell samples apart."
 )
 SAMPLES_REARRANGED = (
     "{ext}: {module} maps an input with {before} entries on axis 0 to an output with "
@@ -114,6 +120,8 @@ def check_batch_first(turn: Turn, extension: BackpropExtension) -> None:
     Raises:
         NotImplementedError: If the samples are on another axis.
     """
+    if any(isinstance(x, PackedSequence) for x in turn.call.arguments):
+        raise NotImplementedError(message(PACKED, ext=extension, module=turn.module))
     axis = input_batch_axis(turn.module, 0)
     if axis > 0:
         text = message(SAMPLES_NOT_FIRST, ext=extension, module=turn.module, axis=axis)

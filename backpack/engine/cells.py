@@ -17,10 +17,11 @@ from torch.nn import functional
 
 from backpack.core.layout import Layout, Placement, agree
 from backpack.core.operations import Called, find_operation
+from backpack.engine.constants import Constant
 from backpack.engine.functions import Request
 from backpack.engine.graph import shape_at, walk
 from backpack.engine.saved import Saved
-from backpack.engine.uses import Constant, Use
+from backpack.engine.uses import Use
 
 _CELLS = {torch.rnn_tanh_cell, torch.rnn_relu_cell, torch.gru_cell, torch.lstm_cell}
 _NAMES = "input hx w_ih w_hh b_ih b_hh"

@@ -18,6 +18,7 @@ from torch.nn import Parameter
 
 from backpack.core.layout import Mixed, reshaped, sample_numbers, spans
 from backpack.engine import graph
+from backpack.engine.constants import edge_of
 from backpack.engine.gaps import (
     CONSTANT,
     IN_PLACE,
@@ -33,7 +34,7 @@ from backpack.engine.met import refuse
 from backpack.engine.probes import Known
 from backpack.engine.separable import is_separable
 from backpack.engine.terms import is_sum, is_term, tail_terms
-from backpack.engine.uses import Use, edge_of, is_noted
+from backpack.engine.uses import Use, is_noted
 from backpack.engine.vjp import is_function
 from backpack.utils.disable import PLAIN
 from backpack.utils.errors import batch_norm_raise_error_if_train, warn_user

@@ -18,10 +18,11 @@ from torch.nn import Parameter
 from backpack.core.layout import FIRST, Layout, Mixed, Placement, agree, reshaped
 from backpack.core.operations import Operation, find_operation
 from backpack.engine import graph
+from backpack.engine.constants import Constant, edge_of
 from backpack.engine.functions import BY_STRIDES
 from backpack.engine.placements import MARK, in_key, mark_of
 from backpack.engine.probes import Known, Source, leads_to, probe
-from backpack.engine.uses import Constant, Use, edge_of, is_noted
+from backpack.engine.uses import Use, is_noted
 from backpack.engine.vjp import is_function
 from backpack.utils.hooks import without_hooks
 from backpack.utils.parallel import SINKS, communicates

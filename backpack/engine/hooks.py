@@ -28,13 +28,13 @@ from backpack.converter.function import FunctionModule
 from backpack.core.derivatives.generic import tensor_outputs
 from backpack.core.table import find_loss_module, find_row
 from backpack.engine import layer_calls
+from backpack.engine.constants import edge_of
 from backpack.engine.graph import VIEW, is_leaf, note_tangent, on_one_node
 from backpack.engine.placements import mark_of, may_be_shared, place, placement_of
 from backpack.engine.record import Call, CallRef, clear_stored
 from backpack.engine.tracking import Tracker
 from backpack.engine.uses import (
     Entry,
-    edge_of,
     entries_at,
     is_whole,
     listen,

@@ -30,12 +30,13 @@ from backpack.core.layout import (
 )
 from backpack.core.operations import LayerLike, Operation, statistics
 from backpack.core.table import Row, find_loss, find_row
+from backpack.engine.constants import Constant
 from backpack.engine.gaps import INPUT, NESTED, differ, explain, note_constants
 from backpack.engine.placements import Pass, place
 from backpack.engine.probes import Known
 from backpack.engine.record import Call, clear_copy
 from backpack.engine.tracking import Tracker
-from backpack.engine.uses import Constant, Use
+from backpack.engine.uses import Use
 from backpack.utils.module_classification import is_loss
 from backpack.utils.types import (
     are_redefined,

@@ -16,6 +16,7 @@ from torch._C import _current_graph_task_id
 from torch.autograd.graph import Node
 
 from backpack.core.layout import Mixed, conflict, sample_numbers
+from backpack.engine.constants import edge_of
 from backpack.engine.gaps import KNOWN, explain_place
 from backpack.engine.graph import describe, is_leaf, name_of, parents
 from backpack.engine.met import refuse
@@ -23,7 +24,6 @@ from backpack.engine.placements import MARK, placement_of
 from backpack.engine.probes import Known, Source
 from backpack.engine.repeated import once_more, put_back, replace
 from backpack.engine.tracking import Tracker
-from backpack.engine.uses import edge_of
 from backpack.engine.vjp import is_function, is_users
 from backpack.utils.hooks import EXTENDED, names_of
 from backpack.utils.parallel import is_parallel

@@ -29,6 +29,7 @@ from backpack.core.layout import (
     simplify,
     spans,
 )
+from backpack.engine.constants import edge_of
 from backpack.engine.graph import (
     is_leaf,
     is_own,
@@ -41,7 +42,6 @@ from backpack.engine.graph import (
 )
 from backpack.engine.repeated import compute_only
 from backpack.engine.saved import InsteadOfSaved, are_kept
-from backpack.engine.uses import edge_of
 from backpack.engine.vjp import is_function, pull
 from backpack.utils.state import state
 from backpack.utils.types import kind

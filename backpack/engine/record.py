@@ -23,8 +23,9 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.utils._pytree import tree_map_only
 
 from backpack.core.derivatives.stored import NAMED, OVERWRITTEN, STORED, shallow_copy
+from backpack.engine.constants import edge_of
 from backpack.engine.graph import GIVEN, calls_at, is_leaf, parents
-from backpack.engine.uses import MODIFIED, Use, edge_of
+from backpack.engine.uses import MODIFIED, Use
 from backpack.utils.hooks import name_module
 from backpack.utils.types import place_of, version_of, versions_of
 

@@ -18,12 +18,12 @@ from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
 from torch.nn import Parameter
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
-from torch.utils._pytree import tree_map
 
 from backpack.core.layout import Layout, Mixed, Placement, has_gaps, unentered
 from backpack.core.operations import OPERATIONS, find_operation
 from backpack.engine import saved as saved_tensors
 from backpack.engine.cells import note_maps
+from backpack.engine.constants import Constant, edge_of, has_views, stand_in
 from backpack.engine.functions import (
     COMBINING,
     KINDS,
@@ -52,19 +52,12 @@ from backpack.engine.summands import Summands
 from backpack.engine.transforms import watch_inside
 from backpack.engine.trials import Performed
 from backpack.engine.user_hooks import guard, note_seen
-from backpack.engine.uses import (
-    Constant,
-    Use,
-    alias_of,
-    edge_of,
-    has_views,
-)
-from backpack.engine.views import View, in_base, in_view, made_base, unrepeated
+from backpack.engine.uses import Use
+from backpack.engine.views import View, in_base, in_view, made_base
 from backpack.engine.vjp import is_function
 from backpack.utils.compiling import is_indivisible, skipped, untraced
 from backpack.utils.hooks import modules_in, parameters_of
 from backpack.utils.types import (
-    common_shape,
     decides,
     handed_on,
     tensors_in,
@@ -310,8 +303,12 @@ class Tracker(LowMode):
             spread = name in COMBINING and run is func and not has_rule
             # who keeps what operations save, like a checkpoint, gets what it would
             spread = spread and not saved_tensors.are_kept()
-            request, pairs = self._stand_in(request, constants, spread)
-            args, kwargs = request.args, request.kwargs
+            with _UNSEEN():
+                own = self._overwritten(kind, args, constants)
+                args, kwargs, pairs = stand_in(
+                    name, args, kwargs, constants, spread, own
+                )
+            request = Request(func, kind, args, kwargs, run)
         written = args[0] if kind.writes and args else None
         seen, deciding, of_base = args, None, None
         if isinstance(written, Tensor):  # its shape may change
@@ -496,60 +493,20 @@ class Tracker(LowMode):
 
     # ----------------------------------------------------------------------------- uses
 
-    def _stand_in(
-        self, request: Request, constants: list[Tensor], spread: bool
-    ) -> tuple[Request, list[Constant]]:
-        """Give the operation an alias of each constant: its share of the gradient."""
-        func, kind, args, kwargs, run = request
-        wanted = {id(x): x for x in constants}
-        given = (*enumerate(args), *kwargs.items())
-        keys = {id(x): key for key, x in reversed(given)}
-        flat = sum([id(x) in wanted for _, x in given]) == len(constants)
-        if len(wanted) < len(constants):  # no rule is for one that enters twice
-            keys = {i: key for i, key in keys.items() if _once(i, constants)}
-        pairs: list[Constant] = []
-        if kind.writes and args and id(args[0]) in wanted:
-            pairs += self._overwritten(wanted.pop(id(args[0])))
-        own = dict(wanted)
-        if kind.name in COMBINING:
-            own = {number: unrepeated(x) for number, x in wanted.items()}
-        aliases = {number: alias_of(x) for number, x in own.items()}
-        shape = common_shape((args, kwargs)) if spread else None
-        with _UNSEEN():
-            for number, x in wanted.items():
-                alias, part = aliases[number], own[number]
-                constant = Constant(part, edge_of(alias), keys.get(number))
-                if part is not x:
-                    constant.comes_from(x.grad_fn)
-                    alias = alias.expand(x.shape)
-                # a number takes no part in type promotion, a subclass may be lost
-                if shape is not None and x.dim() and type(x) in (Tensor, Parameter):
-                    alias = alias.expand(shape)
-                    constant.spread = edge_of(alias)
-                aliases[number] = alias
-                pairs.append(constant)
-
-        def swap(x: Any) -> Any:
-            own = isinstance(x, list)  # of a class that trees don't know
-            return [aliases.get(id(y), y) for y in x] if own else aliases.get(id(x), x)
-
-        if flat:
-            args = tuple([swap(x) for x in args])
-            kwargs = {name: swap(x) for name, x in kwargs.items()} if kwargs else kwargs
-        else:
-            args, kwargs = tree_map(swap, (args, kwargs))
-        return Request(func, kind, args, kwargs, run), pairs
-
-    def _overwritten(self, x: Tensor) -> list[Constant]:
+    def _overwritten(
+        self, kind: Kind, args: tuple, constants: list[Tensor]
+    ) -> list[Constant] | None:
         """Let what an operation writes to be its own stand-in, at a node of its own.
 
         Else, what is written might have been computed from it, and would count twice.
         """
+        if not (kind.writes and args and any([x is args[0] for x in constants])):
+            return None
+        x = args[0]
         whole = x if x._base is None else x._base
         if self._finder.of(whole) is not None:
             return []  # the constant has entered with an earlier use
-        with _UNSEEN():
-            x.mul_(1)
+        x.mul_(1)
         return [Constant(whole, edge_of(whole), 0)]
 
     def _record(
@@ -591,7 +548,3 @@ class Tracker(LowMode):
         if len(both) == 1 and made_base(both[0][0], since):
             x = both[0][0]
             vars(x._base).setdefault(VIEWS_OF, []).append((use, x.grad_fn, View.of(x)))
-
-
-def _once(number: int, constants: list[Tensor]) -> bool:
-    return [id(x) for x in constants].count(number) == 1

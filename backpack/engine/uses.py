@@ -15,7 +15,7 @@ from typing import Any, Callable, NamedTuple, Sequence
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+from torch.autograd.graph import GradientEdge, Node
 
 from backpack.core.kinds import Broadcast
 from backpack.core.layout import Layout, Mixed, Placement, one_sample_each, some_samples
@@ -24,14 +24,14 @@ from backpack.core.per_sample.base import Dense, PerSample
 from backpack.core.per_sample.maps import OfSome
 from backpack.core.per_sample.sums import chunks
 from backpack.engine import vjp
+from backpack.engine.constants import Constant
 from backpack.engine.functions import MATCHING
 from backpack.engine.met import refuse
 from backpack.engine.saved import Saved, fetch
 from backpack.utils.compiling import uncompiled
 from backpack.utils.hooks import name_module, no_op, without_hooks
-from backpack.utils.parallel import is_in_place
 from backpack.utils.state import may_look, state
-from backpack.utils.types import are_redefined, dense
+from backpack.utils.types import dense
 
 ENTRIES = "backpack.entries"  # where a node of the graph keeps what ends in it
 LISTENS = "backpack.listens"  # where it keeps the hook by which that has a turn
@@ -68,120 +68,6 @@ class Entry(NamedTuple):
         if gradient is None or gradient.shape == shape and not gradient.is_sparse:
             return gradient
         return dense(gradient).reshape(shape)
-
-
-class Constant:
-    """What an operation takes that is no data: a parameter, or computed from some.
-
-    Attributes:
-        leaf: The parameter, ``None`` for an expression.
-        source: Where an expression sits in the graph, ``None`` for a parameter.
-        stand_in: Where the operation's alias of it sits in the graph; ``None`` if the
-            operation's own parameter is used.
-        key: Which argument it is: a position, a keyword, ``None`` inside of a list.
-        shape: Its shape.
-        spread: Where the alias sits in the shape of the result, of an operation that
-            maps entries of the same place; else ``None``.
-    """
-
-    __slots__ = ("leaf", "source", "stand_in", "key", "shape", "spread")
-
-    @classmethod
-    def at(cls, edge: GradientEdge) -> Constant:
-        """Describe what a function of one's own takes, which has no stand-in.
-
-        Args:
-            edge: Where it sits in the graph.
-
-        Returns:
-            The constant, which is its own stand-in.
-        """
-        node, number, *_ = edge
-        constant = cls.__new__(cls)
-        constant.leaf = getattr(node, "variable", None)
-        constant.source = edge if constant.leaf is None else None
-        constant.stand_in, constant.key, constant.spread = edge, None, None
-        constant.shape = torch.Size(node._input_metadata[number].shape)
-        return constant
-
-    def __init__(self, x: Tensor, stand_in: GradientEdge | None, key: Any):
-        """Store what it is.
-
-        Args:
-            x: The constant.
-            stand_in: Where its alias sits in the graph.
-            key: Which argument it is.
-        """
-        self.leaf = x if x.grad_fn is None or is_in_place(x) else None
-        self.source = None if self.leaf is x else edge_of(x)
-        self.stand_in, self.key, self.shape = stand_in, key, x.shape
-        self.spread: GradientEdge | None = None
-
-    def comes_from(self, node: Node) -> None:
-        """Let it be what an operation has taken that only repeats it.
-
-        Args:
-            node: The operation's node.
-        """
-        (parent, number), *_ = node.next_functions
-        self.leaf = getattr(parent, "variable", None)
-        self.source = None if self.leaf is not None else GradientEdge(parent, number)
-
-    @property
-    def node(self) -> Node:
-        """Node of the graph at which its share of the gradient arrives."""
-        if self.stand_in is not None:
-            return self.stand_in.node
-        return get_gradient_edge(self.leaf).node
-
-
-def edge_of(x: Tensor) -> GradientEdge:
-    """Return where a tensor sits in the graph, which must be the case.
-
-    Args:
-        x: Tensor that requires a gradient.
-
-    Returns:
-        Its place.
-    """
-    node = x.grad_fn
-    if node is not None:
-        return GradientEdge(node, x.output_nr)
-    if has_views(x):
-        return get_gradient_edge(x)
-    with torch.enable_grad():
-        return GradientEdge(alias_of(x).grad_fn.next_functions[0][0], 0)
-
-
-def has_views(x: Tensor) -> bool:
-    """Tell whether a tensor has views, which nested and sparse ones don't have.
-
-    Args:
-        x: The tensor.
-
-    Returns:
-        Whether it has.
-    """
-    return x.layout is torch.strided and not x.is_nested
-
-
-def alias_of(x: Tensor) -> Tensor:
-    """Make a tensor of the same numbers, behind a node of its own in the graph.
-
-    Args:
-        x: The tensor.
-
-    Returns:
-        A view, or a copy where there are none.
-    """
-    if not are_redefined((x,)):
-        return x[...] if has_views(x) else x.clone()
-    with torch._C.DisableTorchFunctionSubclass():
-        alias = x.view_as(x)
-        if type(alias) is not type(x):
-            alias = alias.as_subclass(type(x))
-            vars(alias).update(vars(x))
-    return alias
 
 
 def is_whole(view: Tensor, operands: Sequence[Tensor]) -> bool:

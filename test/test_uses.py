@@ -48,6 +48,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from backpack import backpack, extend
+from backpack.core.per_sample.apart import Apart
 from backpack.engine import saved
 from backpack.engine.trials import Trial
 from backpack.engine.uses import Use
@@ -1338,6 +1339,201 @@ def test_at_once(table: str, row: str, monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.skip("This PyTorch does not tell whether there is a checkpoint.")
     monkeypatch.delattr(Use, "_generic")
     assert_right(TABLES[table][row])
+
+
+def two_heads(x: Tensor) -> Tensor:
+    """Take ``[N, T, 4]`` for what two heads attend with."""
+    return x.unflatten(-1, (2, 2)).transpose(1, 2)
+
+
+def attend_with(x: Tensor, mask: Tensor) -> Tensor:
+    """Add a learned mask to the scores of attention."""
+    q, k, v = (two_heads(y) for y in (x, x.sin(), x.cos()))
+    return F.scaled_dot_product_attention(q, k, v, mask).transpose(1, 2).flatten(2)
+
+
+def sort(x: Tensor) -> Tensor:
+    """Put samples in another order, which depends on the data."""
+    return x[x[:, 0, 0].argsort()]
+
+
+def numbers(x: Tensor) -> Tensor:
+    """Number rows of a table for all samples, in the shape of a batch."""
+    return torch.arange(x.shape[1]).remainder(3).expand(len(x), -1)
+
+
+def unsort(x: Tensor, y: Tensor) -> Tensor:
+    """Put what became of sorted samples back into their order."""
+    return y[x[:, 0, 0].argsort().argsort()]
+
+
+PARTS: Dict[str, Callable[[], Any]] = {
+    "p": partial(param, 4),
+    "table": partial(param, 3, 4),
+    "e": partial(nn.Embedding, 3, 4),
+    "padded": partial(nn.Embedding, 3, 4, padding_idx=1),
+    "gain": param,
+    "f": partial(nn.Linear, 8, 4),
+    "one": partial(nn.Embedding, 3, 1),
+}
+# Constants with an axis for the samples, on data [N, T, 4], and what is learned
+WITH_SAMPLES: Dict[str, Tuple[str, Callable[[Module, Tensor], Tensor]]] = {
+    "token-in-front": (
+        "p",
+        lambda m, x: torch.cat([m.p.expand(len(x), 1, -1), x], 1),
+    ),
+    "token-behind": (
+        "p",
+        lambda m, x: torch.concat([x, m.p.repeat(len(x), 2, 1)], dim=1),
+    ),
+    "token-time-first": (
+        "p",
+        lambda m, x: torch.cat(
+            [m.p.expand(1, len(x), -1), x.transpose(0, 1)]
+        ).transpose(0, 1),
+    ),
+    "token-on-both-sides": (
+        "p",
+        lambda m, x: torch.cat(
+            [m.p.expand(len(x), 1, -1), x, m.p.sin().expand(len(x), 1, -1)], -2
+        ),
+    ),
+    "features": ("p f", lambda m, x: m.f(torch.cat([x, m.p.expand_as(x)], -1))),
+    "token-among-sorted": (
+        "p",
+        lambda m, x: unsort(x, torch.cat([m.p.expand(len(x), 1, -1), sort(x)], 1)),
+    ),
+    "stacked": ("p", lambda m, x: torch.stack([m.p.expand_as(x), x], 1).prod(1)),
+    "stacked-in-front": ("p", lambda m, x: torch.stack([x, m.p.expand_as(x)]).prod(0)),
+    "cloned": ("p", lambda m, x: x + m.p.expand_as(x).contiguous()),
+    "scaled": ("p", lambda m, x: x + m.p.expand_as(x).exp()),
+    "columns": (
+        "column",
+        lambda m, x: x + m.column.expand(x.shape[1:]).contiguous(),
+    ),
+    "stacked-behind": (
+        "p",
+        lambda m, x: torch.stack([m.p.expand_as(x), x], -1).prod(-1),
+    ),
+    "stacked-with-sorted": (
+        "p",
+        lambda m, x: unsort(x, torch.stack([m.p.expand_as(x), sort(x)], 1).prod(1)),
+    ),
+    "stacked-in-front-of-sorted": (
+        "p",
+        lambda m, x: unsort(x, torch.stack([m.p.expand_as(x), sort(x)]).prod(0)),
+    ),
+    "rows-behind-sorted": (
+        "e",
+        lambda m, x: unsort(
+            x,
+            torch.cat([sort(x), m.e(numbers(x))]).unflatten(0, (2, -1)).prod(0),
+        ),
+    ),
+    "positions-of-one-feature": ("one", lambda m, x: x * m.one(numbers(x))),
+    "types-time-first": (
+        "e",
+        lambda m, x: (x.transpose(0, 1) + m.e(torch.arange(len(x)) * 0)).transpose(
+            0, 1
+        ),
+    ),
+    "types-of-sorted": (
+        "e",
+        lambda m, x: unsort(
+            x,
+            (sort(x).transpose(0, 1) * m.e(torch.arange(len(x)) * 0)).transpose(0, 1),
+        ),
+    ),
+    "types": ("e", lambda m, x: x + m.e(torch.zeros(x.shape[:2], dtype=torch.long))),
+    "positions": ("e", lambda m, x: x * m.e(numbers(x))),
+    "positions-padded": ("padded", lambda m, x: x - m.padded(numbers(x))),
+    "positions-by-index": ("table", lambda m, x: m.table[numbers(x)] + x),
+    "positions-picked": (
+        "table",
+        lambda m, x: m.table.index_select(0, numbers(x).flatten()).view_as(x) + x,
+    ),
+    "positions-time-first": (
+        "e",
+        lambda m, x: (x.transpose(0, 1) + m.e(numbers(x).mT)).transpose(0, 1),
+    ),
+    "positions-in-place": ("e", lambda m, x: (x * 2).add_(m.e(numbers(x)))),
+    "positions-of-sorted": (
+        "e",
+        lambda m, x: unsort(x, sort(x) + m.e(numbers(x))),
+    ),
+    "mask": ("scores", lambda m, x: attend_with(x, m.scores)),
+    "mask-for-heads": ("scores", lambda m, x: attend_with(x, m.scores[0, 0])),
+    "mask-expanded": (
+        "scores",
+        lambda m, x: attend_with(x, m.scores.expand(len(x), -1, -1, -1)),
+    ),
+    "type": (
+        "p gain",
+        lambda m, x: (m.p * x).type_as(m.gain).to(m.p).view_as(x) + m.gain,
+    ),
+    "gain": ("gain", lambda m, x: (x * 2).mul_(m.gain)),
+    "mask-for-features": (
+        "scores",
+        lambda m, x: F.scaled_dot_product_attention(
+            *[torch.ones(1, 2, x.shape[1], 1).to(x)] * 2,
+            two_heads(x).permute(1, 2, 0, 3).flatten(2)[None],
+            m.scores,
+        )[0]
+        .unflatten(-1, (-1, 2))
+        .transpose(0, 2)
+        .flatten(2),
+    ),
+    "mask-and-queries": (
+        "scores queries",
+        lambda m, x: F.scaled_dot_product_attention(
+            m.queries, two_heads(x), two_heads(x.cos()), m.scores
+        ),
+    ),
+    "gain-of-a-view": ("f gain", lambda m, x: m.f(x.repeat(1, 1, 2)).mul_(m.gain)),
+    "rows-of-a-transposed-view": (
+        "steps",
+        lambda m, x: (x * 2).transpose(0, 1).mul_(m.steps).transpose(0, 1),
+    ),
+    "rows-of-a-view": ("f p", lambda m, x: m.f(x.repeat(1, 1, 2)).mul_(m.p)),
+}
+
+
+# Of these, each sample is pulled back by itself
+EACH_ALONE = ("mask-for-features", "mask-and-queries")
+
+
+@pytest.mark.parametrize("t", LENGTHS)
+@pytest.mark.parametrize("name", WITH_SAMPLES)
+def test_with_samples(name: str, t: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Constants that all samples share are no columns for each, also if repeated."""
+    parts, forward = WITH_SAMPLES[name]
+
+    def model() -> Module:
+        of_length: Dict[str, Callable[[], Any]] = {
+            "scores": partial(param, 1, 2, t, t),
+            "steps": partial(param, t, 1, 4),
+            "column": partial(param, t, 1),
+            "queries": partial(param, 1, 2, t, 2),
+        }
+        made = {part: {**PARTS, **of_length}[part]() for part in parts.split()}
+        return Lambda(forward, **made)
+
+    if name not in EACH_ALONE:
+        monkeypatch.delattr(Use, "_generic")
+        monkeypatch.delattr(Apart, "block")
+    assert_right(Row(model, randn(t, 4), quantities=[*FIRST_ORDER, "DiagGGNExact"]))
+
+
+def test_number_of_another_type() -> None:
+    """A number takes no part in type promotion, nor does what stands in for it."""
+    gain = nn.Parameter(torch.tensor(-9.0, dtype=torch.float64))
+    model = Lambda(lambda m, x: torch.maximum(m.f(x), m.p), f=nn.Linear(4, 4), p=gain)
+    model, x = extend(model), torch.randn(3, 4)
+    with backpack(BatchGrad()):
+        out = model(x)
+        out.sum().backward()
+    assert out.dtype == torch.float32
+    assert gain.grad_batch.dtype == torch.float64 and not gain.grad_batch.any()
 
 
 # Operations on rows [R, 4] with parameters, which treat each row alone

@@ -26,6 +26,7 @@ from backpack.core.layout import (
     once,
     sample_numbers,
 )
+from backpack.core.per_sample.apart import Apart
 from backpack.core.per_sample.base import Dense, PerSample, Summed
 from backpack.core.per_sample.order import simplest
 from backpack.core.per_sample.outer import Outer
@@ -497,15 +498,18 @@ class Broadcast(Operation):
         if isinstance(out, Tensor):
             rows = [axis for axis, size in enumerate(out.shape) if size != 1]
             if any(full[axis] != 1 for axis in rows):
-                return None
+                each = all(full[axis] != 1 for axis in rows)
+                return _own_entries(cotangents, full, missing, out, n) if each else None
             given = out
             where = once(given, ("moved", *rows), lambda: _in_order(given, rows))
             sizes = [cotangents.shape[1 + axis] for axis in rows]
             b = _in_order(cotangents, [0, *[axis + 1 for axis in rows]])
             cotangents, out = Arrangement(where, sizes, n).rows(b, 1), FIRST
             full = [1, 1, *[s for axis, s in enumerate(full) if axis not in rows]]
-        if not isinstance(out, Layout) or full[out.axis] != 1:
+        if not isinstance(out, Layout):
             return None
+        if full[out.axis] != 1:
+            return _own_entries(cotangents, full, missing, out, n)
         b = cotangents.movedim(out.axis + 1, 1)
         del full[out.axis]
         rest = b.shape[2:]
@@ -518,6 +522,30 @@ class Broadcast(Operation):
             return Summed(b.flatten(2, -2), shape)
         b = b.sum(sums) if sums else b
         return Dense(b.reshape(len(b), n, *shape), shape)
+
+
+def _own_entries(
+    cotangents: Tensor, full: list[int], missing: int, out: Layout | Tensor, n: int
+) -> Apart:
+    """Describe the products with a constant that has entries for each sample.
+
+    Args:
+        cotangents: Columns ``[V, *out]`` at the result, times its derivative.
+        full: Shape of the constant, with axes in front that it does not have.
+        missing: Number of these.
+        out: Where the samples of the result are, along axes that the constant has.
+        n: Number N of samples.
+
+    Returns:
+        The products.
+    """
+    sizes = enumerate(zip(full, cotangents.shape[1:]), start=1)
+    sums = [axis for axis, (size, whole) in sizes if size == 1 != whole]
+    own = cotangents.sum(sums, keepdim=True) if sums else cotangents
+    own = own.reshape(len(own), *full[missing:])
+    if isinstance(out, Layout):
+        return Apart(own, Layout(out.axis - missing, out.inner), n)
+    return Apart(own, out[(0,) * missing], n)
 
 
 class AddedUp(Broadcast):

@@ -6,7 +6,8 @@ own share of the gradient arrives at a place of its own in the graph.
 
 from __future__ import annotations
 
-from typing import Any, Sequence
+from functools import partial
+from typing import Any, Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -14,10 +15,11 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.nn import Parameter
 from torch.utils._pytree import tree_map
 
-from backpack.engine.functions import COMBINING
+from backpack.core.layout import Layout, Placement
+from backpack.engine.functions import ATTENTION, COMBINING, JOINED, named
 from backpack.engine.views import unrepeated
 from backpack.utils.parallel import is_in_place
-from backpack.utils.types import are_redefined, common_shape
+from backpack.utils.types import are_redefined, common_shape, is_inexact
 
 
 class Constant:
@@ -30,11 +32,14 @@ class Constant:
             operation's own parameter is used.
         key: Which argument it is: a position, a keyword, ``None`` inside of a list.
         shape: Its shape.
-        spread: Where the alias sits in the shape of the result, of an operation that
-            maps entries of the same place; else ``None``.
+        spread: Where the alias sits in a shape of which each entry is of one sample:
+            that of the result, where entries of the same place meet. ``None`` if that
+            is not known.
+        within: Tells where samples are in that shape, given where they are in the
+            result; ``None`` if it is the result's.
     """
 
-    __slots__ = ("leaf", "source", "stand_in", "key", "shape", "spread")
+    __slots__ = ("leaf", "source", "stand_in", "key", "shape", "spread", "within")
 
     @classmethod
     def at(cls, edge: GradientEdge) -> Constant:
@@ -50,7 +55,8 @@ class Constant:
         constant = cls.__new__(cls)
         constant.leaf = getattr(node, "variable", None)
         constant.source = edge if constant.leaf is None else None
-        constant.stand_in, constant.key, constant.spread = edge, None, None
+        constant.stand_in, constant.key = edge, None
+        constant.spread = constant.within = None
         constant.shape = torch.Size(node._input_metadata[number].shape)
         return constant
 
@@ -66,6 +72,7 @@ class Constant:
         self.source = None if self.leaf is x else edge_of(x)
         self.stand_in, self.key, self.shape = stand_in, key, x.shape
         self.spread: GradientEdge | None = None
+        self.within: Callable[[Placement], Placement] | None = None
 
     def comes_from(self, node: Node) -> None:
         """Let it be what an operation has taken that only repeats it.
@@ -168,20 +175,23 @@ def stand_in(
     if name in COMBINING:
         own = {number: unrepeated(x) for number, x in wanted.items()}
     aliases = {number: alias_of(x) for number, x in own.items()}
-    shape = common_shape((args, kwargs)) if spread else None
+    shape, which = _meeting(name, args, kwargs) if spread else (None, None)
     pairs = [*(written or ())]
-    for number, x in wanted.items():
-        alias, part = aliases[number], own[number]
-        constant = Constant(part, edge_of(alias), keys.get(number))
-        if part is not x:
-            constant.comes_from(x.grad_fn)
-            alias = alias.expand(x.shape)
-        # a number takes no part in type promotion, a subclass may be lost
-        if shape is not None and x.dim() and type(x) in (Tensor, Parameter):
-            alias = alias.expand(shape)
-            constant.spread = edge_of(alias)
-        aliases[number] = alias
-        pairs.append(constant)
+    with torch._C.DisableTorchFunction():
+        for number, x in wanted.items():
+            alias, part = aliases[number], own[number]
+            constant = Constant(part, edge_of(alias), keys.get(number))
+            if part is not x:
+                constant.comes_from(x.grad_fn)
+                alias = alias.expand(x.shape)
+            alone = which is not None and x is not which
+            # a number takes no part in type promotion, a subclass may be lost
+            fits = x.dim() or all(y.dtype == x.dtype for _, y in given if is_inexact(y))
+            if shape and not alone and fits and type(x) in (Tensor, Parameter):
+                alias = alias.expand(shape)
+                constant.spread = edge_of(alias)
+            aliases[number] = alias
+            pairs.append(constant)
 
     def swap(x: Any) -> Any:
         own = isinstance(x, list)  # of a class that trees don't know
@@ -193,6 +203,82 @@ def stand_in(
     else:
         args, kwargs = tree_map(swap, (args, kwargs))
     return args, kwargs, pairs
+
+
+def _meeting(
+    name: str, args: tuple, kwargs: dict[str, Any]
+) -> tuple[torch.Size | None, Tensor | None]:
+    """Tell the shape in which each entry of a constant is of one sample.
+
+    Args:
+        name: Name of the operation.
+        args: Positional arguments.
+        kwargs: Keyword arguments.
+
+    Returns:
+        The shape, and of which operand. ``None`` for all.
+    """
+    if name != ATTENTION:
+        return common_shape((args, kwargs)), None
+    given = named(("query", "key", "value", "attn_mask"), args, kwargs)
+    query, key, _, mask = given
+    if mask is None or query.is_nested:
+        return None, None
+    return torch.Size([*query.shape[:-1], key.shape[-2]]), mask
+
+
+def note_parts(
+    name: str, args: tuple, kwargs: dict[str, Any], constants: Sequence[Constant]
+) -> None:
+    """Note where constants are in a result whose shape they do not have.
+
+    Args:
+        name: Name of the operation.
+        args: Positional arguments, with aliases of the constants.
+        kwargs: Keyword arguments.
+        constants: The constants.
+    """
+    if name == ATTENTION:
+        (query,) = named(("query",), args, kwargs)
+        for constant in constants:
+            constant.within = partial(_along_queries, query.dim())
+    if name not in JOINED:
+        return
+    tensors, given = named(("tensors", "dim"), args, kwargs)
+    is_stack, start = name == "stack", 0
+    axis = kwargs.get("axis") or given or 0
+    axis %= max(x.dim() for x in tensors) + is_stack
+    by_node = {constant.stand_in.node: constant for constant in constants}
+    for x in tensors:
+        size = 1 if is_stack else x.shape[axis] if x.dim() > axis else 0
+        constant = by_node.get(x.grad_fn)
+        if constant is not None:
+            constant.spread = constant.stand_in
+            constant.within = partial(_piece, axis, start, size, is_stack)
+        start += size
+
+
+def _along_queries(dim: int, where: Placement) -> Placement:
+    """Tell where samples are in a mask of attention, from where they are in queries."""
+    if isinstance(where, Layout):
+        return None if where.axis == dim - 1 else where
+    if isinstance(where, Tensor):
+        return where if where.shape[-1] == 1 else None
+    return None
+
+
+def _piece(
+    axis: int, start: int, size: int, is_stack: bool, where: Placement
+) -> Placement:
+    """Tell where samples are in a piece of what was joined."""
+    if isinstance(where, Layout):
+        if where.axis == axis:
+            return None
+        return Layout(where.axis - (is_stack and where.axis > axis), where.inner)
+    if not isinstance(where, Tensor):
+        return None
+    piece = where if where.shape[axis] == 1 else where.narrow(axis, start, size)
+    return piece.squeeze(axis) if is_stack else piece
 
 
 def _once(number: int, constants: Sequence[Tensor]) -> bool:

@@ -123,10 +123,14 @@ OF_MATRICES = frozenset(
     "cholesky_inverse pinv pinverse lu lu_factor matrix_rank matrix_exp "
     "matrix_power".split()
 )
+# Operations that take a shape or a type of others than their first operand, no more
+LIKE_ANOTHER = frozenset("type_as to expand_as view_as reshape_as".split())
 # Operations of which each operand is a part of the result, or has one of its own
 JOINING = frozenset(
     "cat concat concatenate stack hstack vstack dstack broadcast_tensors".split()
 )
+# ... each a part, along an axis
+JOINED = frozenset("cat concat concatenate stack".split())
 # Operations that put entries elsewhere, by shapes: run on sample numbers
 REARRANGING = JOINING | frozenset(
     "view reshape transpose permute unsqueeze squeeze flatten unflatten expand ravel "
@@ -403,3 +407,17 @@ def is_fill(name: str) -> bool:
         Whether it does, so that no number of the other one enters.
     """
     return name.partition("_like")[0].removeprefix("new_") in FILLS
+
+
+def named(names: Sequence[str], args: Sequence[Any], kwargs: dict) -> list[Any]:
+    """Return arguments by their order, or name.
+
+    Args:
+        names: Their names, in order.
+        args: Those given by order.
+        kwargs: Those given by name.
+
+    Returns:
+        The arguments, ``None`` where one is not given.
+    """
+    return [*args[: len(names)], *map(kwargs.get, names[len(args) :])]

@@ -9,37 +9,30 @@ leads from expressions to parameters.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, Callable, Collection, Iterator, Optional, Sequence, Union
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, Node
+from torch.autograd.graph import GradientEdge
 from torch.nn import Module
 
 from backpack.core.per_sample.base import Dense, PerSample
 from backpack.core.per_sample.maps import OfSome, alike, merged
-from backpack.core.per_sample.outer import Outer
-from backpack.core.per_sample.rows import Rows
-from backpack.core.per_sample.scaled import Scaled
 from backpack.engine import graph
+from backpack.engine.expressions import behind_views, unseen
 from backpack.engine.gaps import nodes_behind
 from backpack.engine.repeated import compute_only
 from backpack.engine.saved import SAVED, fetch
-from backpack.engine.user_hooks import SEEN
 from backpack.engine.uses import Use
 from backpack.engine.vjp import NO_SUM, batched_vjp, check_linear, may_be_any
-from backpack.utils.hooks import name_module, represent, without_hooks
-from backpack.utils.state import state
-from backpack.utils.types import as_type, full_precision, kind
+from backpack.utils.hooks import name_module, represent
+from backpack.utils.types import as_type, full_precision
 
 Part = Union[PerSample, OfSome]
 Products = Sequence[Optional[Part]]
 Member = tuple[Use, int]  # a use, and which of its constants
 Collected = list[tuple[list[Member], dict[Tensor, list[Part]]]]
-
-_PERMUTES = ("TBackward0", "TransposeBackward0", "PermuteBackward0")
 
 OTHER_SIZES = (
     "Parameters are shared by calls with different numbers of samples ({sizes}), so "
@@ -172,7 +165,7 @@ class Group:
             for product in parts if len(parts) == 1 else alike(parts):
                 of_some = isinstance(product, OfSome)
                 inner = product.product if of_some else product
-                leaf, edge, inner = _behind_views(source, shape, inner, self.params)
+                leaf, edge, inner = behind_views(source, shape, inner, self.params)
                 product = product._replace(product=inner) if of_some else inner
                 if leaf is not None:
                     _add(found, leaf, product)
@@ -199,7 +192,7 @@ class Group:
         params = [p for p in self.params if p in leaves or p.grad_fn is not None]
         inputs = [GradientEdge(leaves.get(p, p.grad_fn), p.output_nr) for p in params]
         own = list(filter(may_be_any, nodes))
-        with compute_only(own), _unseen(nodes):
+        with compute_only(own), unseen(nodes):
             pulled = batched_vjp(outputs, inputs, columns)
             if own:
                 what = NO_SUM.format(names=graph.describe(self.params))
@@ -304,195 +297,6 @@ def _add(found: dict[Any, list[Part]], key: Any, product: PerSample) -> None:
         total = product.added_to(parts.pop().products)
         product = Dense(total, product.shape)
     parts.append(product)
-
-
-def _unseen(nodes: Sequence[Node]) -> AbstractContextManager[None]:
-    """Keep hooks of parameters, and of what is computed from them, from running.
-
-    They are for the gradient of the batch.
-
-    Args:
-        nodes: Nodes through which something is pulled back.
-
-    Returns:
-        Context in which they do not, nor does ``retain_grad`` collect anything.
-    """
-    leaves = [node.variable for node in nodes if graph.is_leaf(node)]
-    seen = [x() for node in nodes for x in node.metadata.get(SEEN, ())]
-    return without_hooks([*leaves, *[x for x in seen if x is not None]])
-
-
-def _behind_views(
-    edge: GradientEdge, shape: torch.Size, product: PerSample, params: Sequence[Tensor]
-) -> tuple[Tensor | None, GradientEdge | None, PerSample]:
-    """Go through views of a parameter, and what is done to each entry of it.
-
-    Both keep the products' form.
-
-    Args:
-        edge: Where an expression sits in the graph.
-        shape: Its shape.
-        product: Products with its Jacobian.
-        params: The parameters behind it.
-
-    Returns:
-        The parameter, if it is all that is left; the place of the expression, if not;
-        and products with its Jacobian.
-    """
-    ends = {param.grad_fn: param for param in params if param.grad_fn is not None}
-    while type(product) in (Dense, Outer, Rows, Scaled) and edge.node not in ends:
-        node = edge.node
-        if graph.is_leaf(node):
-            return node.variable, None, product
-        name, parents = type(node).__name__, node.next_functions
-        parent, before = None, shape
-        if len(parents) == 1 and parents[0][0] is not None:
-            parent = GradientEdge(*parents[0])
-            before = _kind_at(parents[0])[0]
-        if parent and name in graph.SAME_ORDER and before.numel() == shape.numel():
-            if (viewed := product.reshaped(before)) is None:
-                break
-            product = viewed
-        elif type(product) is Rows:
-            break
-        elif found := _entry_by_entry(edge, ends):
-            parent, slope = found
-            if type(product) is Dense:
-                product = Dense(product.products * slope, shape)
-            else:
-                product = Scaled(product, slope)
-        elif parent and type(product) is Dense:
-            rows = _rows_of_table(node, product, before)
-            if rows is None:
-                break
-            product = rows
-        elif parent and name in _PERMUTES and product.shape == shape:
-            order = _order_of(node, len(shape))
-            try:
-                product = product.permuted([order.index(d) for d in range(len(order))])
-            except ValueError:
-                break
-        else:
-            break
-        edge, shape = parent, before
-    if graph.is_leaf(edge.node):
-        return edge.node.variable, None, product
-    if edge.node in ends:
-        return ends[edge.node], None, product
-    return None, edge, product
-
-
-def _entry_by_entry(
-    edge: GradientEdge, ends: Collection[Node]
-) -> tuple[GradientEdge, Tensor] | None:
-    """Differentiate what is done to each entry of a single tensor.
-
-    Args:
-        edge: Where the result sits in the graph.
-        ends: Nodes not to go through.
-
-    Returns:
-        Where the tensor does, and the derivative of each entry; ``None`` if the result
-        is no such thing.
-    """
-    start = edge.node, edge.output_nr
-    what, places, begins = _kind_at(start), [start], []
-    for place in places:  # which become more meanwhile
-        node = place[0]
-        parents = [x for x in node.next_functions if x[0] is not None]
-        if (
-            node in ends
-            or not graph.is_pointwise(node)
-            or {*map(_kind_at, parents)} != {what}
-        ):
-            begins.append(place)
-        else:
-            places += [x for x in dict.fromkeys(parents) if x not in places]
-    if len(begins) > 1 or start in begins or what[1].is_complex:
-        return None
-    for node, _ in places:
-        fetch(node.metadata.get(SAVED, ()))
-    ones = torch.ones(1, 1, *what[0], **kind(start[0]._input_metadata[start[1]]))
-    with _unseen([node for node, _ in places]):
-        (slope,) = batched_vjp([edge], [GradientEdge(*begins[0])], [ones])
-    return None if slope is None else (GradientEdge(*begins[0]), slope[0, 0])
-
-
-def _kind_at(place: tuple[Node, int]) -> tuple[torch.Size, torch.dtype]:
-    """Tell shape and type of the tensor at a place in the graph."""
-    node, number = place
-    if graph.is_leaf(node):
-        return node.variable.shape, node.variable.dtype
-    dtype = node._input_metadata[number].dtype
-    return graph.shape_at(GradientEdge(node, number)), dtype
-
-
-def _rows_of_table(node: Node, product: Dense, shape: torch.Size) -> Rows | None:
-    """Describe products with rows of a matrix, like a table of positions.
-
-    Args:
-        node: What may have picked rows, the same ones for all samples.
-        product: Products with the Jacobian of what was picked.
-        shape: Shape of the table.
-
-    Returns:
-        Products with the table's Jacobian, ``None`` if that was something else.
-    """
-    pick = _PICKS.get(type(node).__name__)
-    if pick is None or len(shape) != 2:
-        return None
-    fetch(node.metadata.get(SAVED, ()))
-    with state().pull():  # the pass needs what was asked for as well
-        picked, products = pick(node), product.products
-    if picked is None or products.shape[-1] != shape[1]:
-        return None
-    if isinstance(picked, Tensor) and picked.dtype == torch.bool and picked.dim() > 1:
-        return None  # of entries
-    ids = torch.arange(shape[0], device=products.device)[picked].flatten()
-    if ids.numel() * shape[1] != product.shape.numel():
-        return None
-    padding = getattr(node, "_saved_padding_idx", None)
-    ids = ids.expand(product.batch_size, -1)
-    valid = None if padding is None else (ids != _signed(padding)).to(products.dtype)
-    return Rows(ids, products.flatten(2).unflatten(2, (-1, shape[1])), shape, valid)
-
-
-def _signed(number: int) -> int:
-    """Read a number of the graph, which shows negative ones without their sign."""
-    return number - 2**64 if number >= 2**63 else number
-
-
-def _slice(node: Node) -> slice | None:
-    ends = node._saved_start, node._saved_end, node._saved_step
-    return None if node._saved_dim else slice(*map(_signed, ends))
-
-
-def _index(node: Node) -> Tensor | None:
-    index, *others = node._saved_indices
-    return None if others else index
-
-
-def _ids(node: Node) -> Tensor | None:
-    return None if node._saved_scale_grad_by_freq else node._saved_indices
-
-
-_PICKS: dict[str, Callable[[Node], Any]] = {
-    "EmbeddingBackward0": _ids,
-    "IndexBackward0": _index,
-    "IndexSelectBackward0": lambda n: None if n._saved_dim else n._saved_index,
-    "SliceBackward0": _slice,
-}
-
-
-def _order_of(node: Node, dim: int) -> list[int]:
-    """Tell which axes come first, second and so on behind a node that permutes them."""
-    order = list(range(dim))
-    if hasattr(node, "_saved_dims"):
-        return [d % dim for d in node._saved_dims]
-    swapped = [getattr(node, f"_saved_dim{i}", i) for i in (0, 1)]
-    i, j = (_signed(d) % dim for d in swapped)
-    order[i], order[j] = order[j], order[i]
-    return order
 
 
 def find_groups(uses: Sequence[Use]) -> list[Group]:

@@ -6,7 +6,7 @@ are picked, few differ, so that many runs are needed: rules for the frequent one
 
 from __future__ import annotations
 
-from typing import Any, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,6 +25,7 @@ from backpack.core.layout import (
     simplify,
     unentered,
 )
+from backpack.engine.functions import named
 from backpack.engine.trials import Performed, Trial
 from backpack.utils.types import is_inexact
 
@@ -310,20 +311,6 @@ def _with_own(lines: Tensor, x: Tensor, trial: Trial, n: int) -> Placement:
             return None
         lines = lines.where(lines >= 0, own)
     return simplify(lines.expand(x.shape), n)
-
-
-def named(names: Sequence[str], args: Sequence[Any], kwargs: dict) -> list[Any]:
-    """Return arguments by their order, or name.
-
-    Args:
-        names: Their names, in order.
-        args: Those given by order.
-        kwargs: Those given by name.
-
-    Returns:
-        The arguments, ``None`` where one is not given.
-    """
-    return [*args[: len(names)], *map(kwargs.get, names[len(args) :])]
 
 
 def bags(

@@ -41,9 +41,10 @@ from backpack.engine.functions import (
     POINTWISE,
     PRODUCTS,
     SELECTING,
+    named,
 )
 from backpack.engine.other_numbers import other_integers
-from backpack.engine.picked import INDEXES, in_brackets, named
+from backpack.engine.picked import INDEXES, in_brackets
 from backpack.engine.rules import beside_samples, quick_rule, rule
 from backpack.engine.trials import Performed, Trial
 from backpack.utils.parallel import communicates
@@ -372,10 +373,9 @@ class Finder:
         by_value = name in BY_VALUE or name in BY_STRIDES
         if name in ("__getitem__", "__setitem__") and not tensors_in(args[1]):
             by_value = False
-        if name == "embedding_bag":
-            by_value = bool(tensors_in((args[2:], kwargs)))
-        if name == "repeat_interleave":
-            by_value = bool(tensors_in((args[1:], kwargs)))
+        first = {"embedding_bag": 2, "repeat_interleave": 1}.get(name)
+        if first is not None:
+            by_value = bool(tensors_in((args[first:], kwargs)))
         by_value = by_value or self._depends_on_values(done)
         with torch._C.DisableTorchFunction(), torch.no_grad():
             try:

@@ -314,7 +314,7 @@ def _is_size(x: Any) -> bool:
 def _padded(done: Performed, trial: Trial, n: int) -> list[Placement] | None:
     """Do the same with sample numbers, beside which there are constants."""
     own, names = trial.numbers[0], ("input", "pad", "mode")
-    _, size, mode = picked.named(names, done.args, done.kwargs)
+    _, size, mode = functions.named(names, done.args, done.kwargs)
     if own is None or mode not in (None, "constant"):
         return None
     return [simplify(done.func(own, size, value=-1), n)]
@@ -371,7 +371,7 @@ def _in_cell(done: Performed, trial: Trial, n: int) -> list[Placement] | None:
 def _made_sparse(done: Performed, trial: Trial, n: int) -> list[Placement] | None:
     """Follow what a sparse tensor is made of to where its numbers say."""
     names = "indices", "values", "size"
-    indices, values, size = picked.named(names, done.args, done.kwargs)
+    indices, values, size = functions.named(names, done.args, done.kwargs)
     own, of_values = trial.numbers_of(indices), trial.numbers_of(values)
     if not (isinstance(indices, Tensor) and isinstance(values, Tensor)) or size is None:
         return None
@@ -411,7 +411,7 @@ def _matched(
 def _attended(done: Performed, trial: Trial, n: int) -> Placement:
     """Follow rows of several samples that a mask lets attend to their own alone."""
     names = "query", "key", "value", "attn_mask"
-    *rows, mask = picked.named(names, done.args, done.kwargs)
+    *rows, mask = functions.named(names, done.args, done.kwargs)
     found = [trial.numbers_of(x) for x in rows]
     if mask is None or trial.numbers_of(mask) is not None:
         return None

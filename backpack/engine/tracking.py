@@ -23,10 +23,12 @@ from backpack.core.layout import Layout, Mixed, Placement, has_gaps, unentered
 from backpack.core.operations import OPERATIONS, find_operation
 from backpack.engine import saved as saved_tensors
 from backpack.engine.cells import note_maps
-from backpack.engine.constants import Constant, edge_of, has_views, stand_in
+from backpack.engine.constants import Constant, edge_of, has_views, note_parts, stand_in
 from backpack.engine.functions import (
+    ATTENTION,
     COMBINING,
     KINDS,
+    LIKE_ANOTHER,
     Kind,
     Request,
     is_of_inputs,
@@ -297,17 +299,19 @@ class Tracker(LowMode):
         pairs: list[Constant] = []
         certain = self._finder.certain(data)
         mixed = 0 < len(certain) < len(data)
+        if name in LIKE_ANOTHER and any([x is args[0] for x in data]):
+            constants = []
         if constants and is_grad_enabled() and not self._is_term(name, data, constants):
             since = torch._C._autograd._get_sequence_nr()
             has_rule = func in OPERATIONS and not kwargs and len(args) < 3
-            spread = name in COMBINING and run is func and not has_rule
+            spread = name == ATTENTION or name in COMBINING and not has_rule
+            spread = spread and run is func
             # who keeps what operations save, like a checkpoint, gets what it would
             spread = spread and not saved_tensors.are_kept()
             with _UNSEEN():
                 own = self._overwritten(kind, args, constants)
-                args, kwargs, pairs = stand_in(
-                    name, args, kwargs, constants, spread, own
-                )
+            given = args, kwargs, constants, spread, own
+            args, kwargs, pairs = stand_in(name, *given)
             request = Request(func, kind, args, kwargs, run)
         written = args[0] if kind.writes and args else None
         seen, deciding, of_base = args, None, None
@@ -371,6 +375,10 @@ class Tracker(LowMode):
         with _UNSEEN():
             hooked = self._place_results(kind, data, outs, placements, of_base, shared)
             if pairs:
+                if hooked[0] is not outs[0]:  # with rows of nobody's, nobody can tell
+                    of_view = None if has_gaps(placements[0]) else placements[0]
+                    for pair in pairs:
+                        pair.within = lambda of_base: of_view
                 placements = list(map(self._finder.of, hooked))
                 self._record(request, pairs, hooked, placements, since, saved)
             elif kind.is_loss and out.grad_fn is not None and not out.dim():
@@ -542,6 +550,8 @@ class Tracker(LowMode):
         if self.n > 1 and operation is not None and operation.data is not None:
             operation = operation if operation.is_possible(self._finder.of) else None
         placements = [p for _, p in both]
+        if len(outs) == 1:
+            note_parts(kind.name, args, kwargs, pairs)
         use = Use(kind.name, pairs, self.n, placements, self.owner, operation, since)
         use.saved = saved
         use.attach([x for x, _ in both])

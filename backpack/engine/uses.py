@@ -342,7 +342,7 @@ class Use:
             Products for each constant, ``None`` if that is not known.
         """
         edges = [constant.spread for constant in self.constants]
-        by_entries, where, n = None not in edges, self.placements[0], self.n
+        by_entries, out, n = None not in edges, self.placements[0], self.n
         if len(cotangents) != 1 or self.operation is not None:
             return None
         if not by_entries:
@@ -357,11 +357,13 @@ class Use:
         for constant, x in zip(self.constants, pulled):
             product: PerSample | None = None
             if x is not None and not by_entries:
-                each = one_sample_each(where, x.squeeze(1), n, slice(0, n))
+                each = one_sample_each(out, x.squeeze(1), n, slice(0, n))
                 product = Dense(each, constant.shape)
             elif x is not None:
-                x = x.squeeze(1)
-                if x.shape[1:] != self.output_shapes[0]:  # a part was written to
+                x, where = x.squeeze(1), out
+                if constant.within is not None:
+                    where = constant.within(out)
+                elif x.shape[1:] != self.output_shapes[0]:  # a part was written to
                     return None
                 product = Broadcast(None, None).product(
                     None, constant.shape, x, where, n

@@ -24,7 +24,7 @@ from backpack.utils.state import out_of_sight
 
 _LOST = Mixed("writing to a view", False)
 
-_REPEATING = ("ExpandBackward0", "RepeatBackward0")
+REPEATING = ("ExpandBackward0", "RepeatBackward0")
 
 
 class View(NamedTuple):
@@ -211,7 +211,7 @@ def unrepeated(x: Tensor) -> Tensor:
         itself where these have not made it.
     """
     node: Any = x.grad_fn
-    if type(x) is not Tensor or type(node).__name__ not in _REPEATING:
+    if type(x) is not Tensor or type(node).__name__ not in REPEATING:
         return x
     before = tuple(node._saved_self_sym_sizes)
     part, lead = x, x.dim() - len(before)

@@ -382,6 +382,31 @@ class Dense(PerSample):
         """
         return Dense(self.products.reshape(*self.products.shape[:2], *shape), shape)
 
+    def scaled(self, factors: Tensor) -> Dense:
+        """Describe products with the Jacobian of entries that are multiplied.
+
+        Args:
+            factors: Factor of each entry, ``[*p]``.
+
+        Returns:
+            The products.
+        """
+        return Dense(self.products * factors, self.shape)
+
+    def rows(self, numbers: Tensor) -> tuple[Tensor, Tensor, Tensor | None] | None:
+        """Sort the rows of a matrix, or of several, by samples.
+
+        Args:
+            numbers: What is known of each row, ``[rows]``.
+
+        Returns:
+            The numbers ``[N, R]``; rows ``[V, N, R, width]``; and one where there is
+            one, ``[N, R]``, else zero (``None``: everywhere). ``None`` if a row is of
+            several samples.
+        """
+        rows = self.products.flatten(2).unflatten(2, (len(numbers), -1))
+        return numbers.expand(self.batch_size, -1), rows, None
+
     def block(self, samples: slice) -> Tensor:  # noqa: D102
         return self.products[:, samples]
 

@@ -1367,6 +1367,18 @@ def unsort(x: Tensor, y: Tensor) -> Tensor:
     return y[x[:, 0, 0].argsort().argsort()]
 
 
+def write(x: Tensor, mask: Tensor, value: Tensor) -> Tensor:
+    """Write to where a mask is true, and add there as well."""
+    index = mask.nonzero(as_tuple=True)
+    return x.index_put(index, value).index_put((mask,), value.sin(), True)
+
+
+def write_to(x: Tensor, index: Any, value: Tensor) -> Tensor:
+    """Write to some places, in place."""
+    x[index] = value
+    return x
+
+
 PARTS: Dict[str, Callable[[], Any]] = {
     "p": partial(param, 4),
     "table": partial(param, 3, 4),
@@ -1428,6 +1440,30 @@ WITH_SAMPLES: Dict[str, Tuple[str, Callable[[Module, Tensor], Tensor]]] = {
         lambda m, x: unsort(
             x,
             torch.cat([sort(x), m.e(numbers(x))]).unflatten(0, (2, -1)).prod(0),
+        ),
+    ),
+    "written-by-a-mask": ("p", lambda m, x: write(x * 2, x[..., 0] > 0, m.p)),
+    "written-in-place": ("p", lambda m, x: write_to(x * 2, x[..., 0] > 0, m.p)),
+    "written-to-a-step": ("p", lambda m, x: write_to(x * 2, (slice(None), 1), m.p)),
+    "written-to-a-feature": ("gain", lambda m, x: write_to(x * 2, (..., 1), m.gain)),
+    "written-with-more-axes": (
+        "p",
+        lambda m, x: write_to(x * 2, (slice(None), 1), m.p[None, None]),
+    ),
+    "written-to-a-view": (
+        "p",
+        lambda m, x: write_to((x * 2).flatten(0, 1), x.flatten(0, 1)[:, 0] > 0, m.p)
+        .view_as(x)
+        .sin(),
+    ),
+    "written-for-sorted": (
+        "p",
+        lambda m, x: unsort(x, write(sort(x), sort(x)[..., 0] > 0, m.p)),
+    ),
+    "written-rows": (
+        "e",
+        lambda m, x: write_to(
+            x * 2, (torch.arange(len(x)), x[..., 0].argmax(1)), m.e(numbers(x)[:, 0])
         ),
     ),
     "positions-of-one-feature": ("one", lambda m, x: x * m.one(numbers(x))),
@@ -1499,7 +1535,10 @@ WITH_SAMPLES: Dict[str, Tuple[str, Callable[[Module, Tensor], Tensor]]] = {
 
 
 # Of these, each sample is pulled back by itself
-EACH_ALONE = ("mask-for-features", "mask-and-queries")
+EACH_ALONE = (
+    *("mask-for-features", "mask-and-queries", "written-to-a-view"),
+    "written-with-more-axes",
+)
 
 
 @pytest.mark.parametrize("t", LENGTHS)

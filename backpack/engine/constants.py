@@ -15,8 +15,15 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.nn import Parameter
 from torch.utils._pytree import tree_map
 
-from backpack.core.layout import Layout, Placement
-from backpack.engine.functions import ATTENTION, COMBINING, JOINED, named
+from backpack.core.layout import Layout, Placement, sample_numbers, simplify
+from backpack.engine.functions import (
+    ATTENTION,
+    COMBINING,
+    IN_BRACKETS,
+    JOINED,
+    in_brackets,
+    named,
+)
 from backpack.engine.views import unrepeated
 from backpack.utils.parallel import is_in_place
 from backpack.utils.types import are_redefined, common_shape, is_inexact
@@ -218,6 +225,12 @@ def _meeting(
     Returns:
         The shape, and of which operand. ``None`` for all.
     """
+    if name in IN_BRACKETS:
+        x, index, value = (*args[:3], None, None, None)[:3]
+        if type(x) is not Tensor or type(value) not in (Tensor, Parameter):
+            return None, None
+        place = x.detach()[in_brackets(name, index)]
+        return (place.shape, value) if value.dim() <= place.dim() else (None, None)
     if name != ATTENTION:
         return common_shape((args, kwargs)), None
     given = named(("query", "key", "value", "attn_mask"), args, kwargs)
@@ -228,7 +241,12 @@ def _meeting(
 
 
 def note_parts(
-    name: str, args: tuple, kwargs: dict[str, Any], constants: Sequence[Constant]
+    name: str,
+    args: tuple,
+    kwargs: dict[str, Any],
+    constants: Sequence[Constant],
+    out: Tensor,
+    n: int,
 ) -> None:
     """Note where constants are in a result whose shape they do not have.
 
@@ -237,7 +255,13 @@ def note_parts(
         args: Positional arguments, with aliases of the constants.
         kwargs: Keyword arguments.
         constants: The constants.
+        out: The result.
+        n: Number N of samples.
     """
+    if name in IN_BRACKETS:
+        for constant in constants:
+            index = in_brackets(name, args[1])
+            constant.within = partial(_places, index, out.shape, n, out.device)
     if name == ATTENTION:
         (query,) = named(("query",), args, kwargs)
         for constant in constants:
@@ -256,6 +280,15 @@ def note_parts(
             constant.spread = constant.stand_in
             constant.within = partial(_piece, axis, start, size, is_stack)
         start += size
+
+
+def _places(
+    index: tuple, shape: torch.Size, n: int, device: torch.device, where: Placement
+) -> Placement:
+    """Tell where samples are in what is written to some places."""
+    if not isinstance(where, (Layout, Tensor)):
+        return None
+    return simplify(sample_numbers(where, shape, n, device)[index], n)
 
 
 def _along_queries(dim: int, where: Placement) -> Placement:

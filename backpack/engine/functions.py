@@ -131,6 +131,8 @@ JOINING = frozenset(
 )
 # ... each a part, along an axis
 JOINED = frozenset("cat concat concatenate stack".split())
+# Operations that write to what brackets pick
+IN_BRACKETS = frozenset("index_put index_put_ __setitem__".split())
 # Operations that put entries elsewhere, by shapes: run on sample numbers
 REARRANGING = JOINING | frozenset(
     "view reshape transpose permute unsqueeze squeeze flatten unflatten expand ravel "
@@ -421,3 +423,18 @@ def named(names: Sequence[str], args: Sequence[Any], kwargs: dict) -> list[Any]:
         The arguments, ``None`` where one is not given.
     """
     return [*args[: len(names)], *map(kwargs.get, names[len(args) :])]
+
+
+def in_brackets(name: str, ids: Any) -> tuple:
+    """Write down what an operation takes as an index as it stands between brackets.
+
+    Args:
+        name: Name of the operation.
+        ids: The index.
+
+    Returns:
+        The index, a part for each axis.
+    """
+    if name.startswith("index"):  # without brackets, nothing adds an axis
+        return tuple([slice(None) if y is None else y for y in ids])
+    return ids if isinstance(ids, tuple) else (ids,)

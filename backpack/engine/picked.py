@@ -25,7 +25,7 @@ from backpack.core.layout import (
     simplify,
     unentered,
 )
-from backpack.engine.functions import named
+from backpack.engine.functions import in_brackets, named
 from backpack.engine.trials import Performed, Trial
 from backpack.utils.types import is_inexact
 
@@ -275,21 +275,6 @@ def _by_lines(
     places = list(torch.meshgrid(*map(torch.arange, ids.shape), indexing="ij"))
     places[dim] = ids
     return own, new, tuple(places)
-
-
-def in_brackets(name: str, ids: Any) -> tuple:
-    """Write down what an operation takes as an index as it stands between brackets.
-
-    Args:
-        name: Name of the operation.
-        ids: The index.
-
-    Returns:
-        The index, a part for each axis.
-    """
-    if name.startswith("index"):  # without brackets, nothing adds an axis
-        return tuple([slice(None) if y is None else y for y in ids])
-    return ids if isinstance(ids, tuple) else (ids,)
 
 
 def _without_ellipsis(parts: tuple, dim: int) -> tuple:

@@ -2,9 +2,9 @@
 
 Layout rules for each operation would be a long table, and an error in it a wrong
 number. Instead, an operation is run again on copies of its operands in which some
-samples are NaN; where NaN comes out, those samples went. What is found is remembered by
-function, shapes, placements and plain arguments. There are rules for what is frequent
-and can't be remembered (``rules.py``), which are tested against that.
+samples are NaN; where NaN comes out, those samples went. That is remembered by
+function, shapes, placements and plain arguments. Rules for what is frequent and can't
+be remembered (``rules.py``) are tested against it.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from backpack.core.layout import (
     simplify,
     unentered,
 )
+from backpack.engine import functions
 from backpack.engine.functions import (
     ATTENTION,
     BY_MASKS,
@@ -41,10 +42,9 @@ from backpack.engine.functions import (
     POINTWISE,
     PRODUCTS,
     SELECTING,
-    named,
 )
 from backpack.engine.other_numbers import other_integers
-from backpack.engine.picked import INDEXES, in_brackets
+from backpack.engine.picked import INDEXES
 from backpack.engine.rules import beside_samples, quick_rule, rule
 from backpack.engine.trials import Performed, Trial
 from backpack.utils.parallel import communicates
@@ -561,11 +561,11 @@ class Finder:
     def _without_masks(self, done: Performed) -> Performed:
         """Let numbers pick what masks do: other masks would pick more, or fewer."""
         names = ("self", "indices") if done.name == "index" else ("input", "mask")
-        x, index = named(names, done.args, done.kwargs)
+        x, index = functions.named(names, done.args, done.kwargs)
         if self.of(x) is not None:
             return done
         parts: list[Any] = []
-        for part in in_brackets(done.name, index):
+        for part in functions.in_brackets(done.name, index):
             own = self.of(part) if isinstance(part, Tensor) else None
             if own is None or part.dtype != torch.bool or not part.dim():
                 parts.append(part)

@@ -27,6 +27,7 @@ from backpack.engine.constants import Constant, edge_of, has_views, note_parts, 
 from backpack.engine.functions import (
     ATTENTION,
     COMBINING,
+    IN_BRACKETS,
     KINDS,
     LIKE_ANOTHER,
     Kind,
@@ -304,8 +305,8 @@ class Tracker(LowMode):
         if constants and is_grad_enabled() and not self._is_term(name, data, constants):
             since = torch._C._autograd._get_sequence_nr()
             has_rule = func in OPERATIONS and not kwargs and len(args) < 3
-            spread = name == ATTENTION or name in COMBINING and not has_rule
-            spread = spread and run is func
+            spread = name in COMBINING and not has_rule or name in IN_BRACKETS
+            spread = (spread or name == ATTENTION) and run is func
             # who keeps what operations save, like a checkpoint, gets what it would
             spread = spread and not saved_tensors.are_kept()
             with _UNSEEN():
@@ -376,7 +377,8 @@ class Tracker(LowMode):
             hooked = self._place_results(kind, data, outs, placements, of_base, shared)
             if pairs:
                 if hooked[0] is not outs[0]:  # with rows of nobody's, nobody can tell
-                    of_view = None if has_gaps(placements[0]) else placements[0]
+                    told = name in COMBINING and not has_gaps(placements[0])
+                    of_view = placements[0] if told else None
                     for pair in pairs:
                         pair.within = lambda of_base: of_view
                 placements = list(map(self._finder.of, hooked))
@@ -550,8 +552,8 @@ class Tracker(LowMode):
         if self.n > 1 and operation is not None and operation.data is not None:
             operation = operation if operation.is_possible(self._finder.of) else None
         placements = [p for _, p in both]
-        if len(outs) == 1:
-            note_parts(kind.name, args, kwargs, pairs)
+        if len(outs) == 1 and not written_to_base:
+            note_parts(kind.name, args, kwargs, pairs, outs[0], self.n)
         use = Use(kind.name, pairs, self.n, placements, self.owner, operation, since)
         use.saved = saved
         use.attach([x for x, _ in both])

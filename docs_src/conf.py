@@ -51,7 +51,7 @@ nitpick_ignore_regex = [
     ("py:class", r"\w+"),
     ("py:class", r"(abc|contextlib|fractions|weakref)\..*"),
     ("py:class", r"(.*\.)?(_\w+|[A-Z])(\..*)?"),
-    ("py:class", r"torch\.(distributed|overrides|utils\.hooks)\..*"),
+    ("py:class", r"torch\.(distributed|overrides|nn\.utils\.rnn|utils\.hooks)\..*"),
     ("py:class", r"backpack\.(converter\.function\.Call|summary\.Summary)"),
 ]
 

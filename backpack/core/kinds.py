@@ -345,8 +345,7 @@ class Contraction(Operation):
                 return None
             out = Layout(rows.index(out.axis), out.inner)
         elif isinstance(out, Tensor):
-            given = out
-            out = once(given, ("moved", *rows), lambda: _in_order(given, rows))
+            out = _of_rows(out, rows)
         try:
             arrangement = Arrangement(out, sizes, n)  # type: ignore[arg-type]
         except ValueError:  # groups are of several samples
@@ -500,8 +499,7 @@ class Broadcast(Operation):
             if any(full[axis] != 1 for axis in rows):
                 each = all(full[axis] != 1 for axis in rows)
                 return _own_entries(cotangents, full, missing, out, n) if each else None
-            given = out
-            where = once(given, ("moved", *rows), lambda: _in_order(given, rows))
+            where = _of_rows(out, rows)
             sizes = [cotangents.shape[1 + axis] for axis in rows]
             b = _in_order(cotangents, [0, *[axis + 1 for axis in rows]])
             cotangents, out = Arrangement(where, sizes, n).rows(b, 1), FIRST
@@ -560,6 +558,11 @@ class AddedUp(Broadcast):
             cotangents = cotangents.unsqueeze(-1).expand(-1, *shape)
         each = cotangents.unsqueeze(1).expand(-1, n, *cotangents.shape[1:])
         return super().product(key, shape, each, FIRST, n)
+
+
+def _of_rows(where: Tensor, rows: Sequence[int]) -> Tensor:
+    """Put axes of sample numbers to the front, once for all that ask."""
+    return once(where, ("moved", *rows), lambda: _in_order(where, rows))
 
 
 def _in_order(x: Tensor, first: Sequence[int]) -> Tensor:

@@ -7,7 +7,7 @@ own share of the gradient arrives at a place of its own in the graph.
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, Callable, Sequence
+from typing import Any, Callable, Collection, Sequence
 
 import torch
 from torch import Tensor
@@ -182,7 +182,7 @@ def stand_in(
     if name in COMBINING:
         own = {number: unrepeated(x) for number, x in wanted.items()}
     aliases = {number: alias_of(x) for number, x in own.items()}
-    shape, which = _meeting(name, args, kwargs) if spread else (None, None)
+    shape, which = _meeting(name, args, kwargs, wanted) if spread else (None, None)
     pairs = [*(written or ())]
     with torch._C.DisableTorchFunction():
         for number, x in wanted.items():
@@ -213,7 +213,7 @@ def stand_in(
 
 
 def _meeting(
-    name: str, args: tuple, kwargs: dict[str, Any]
+    name: str, args: tuple, kwargs: dict[str, Any], wanted: Collection[int]
 ) -> tuple[torch.Size | None, Tensor | None]:
     """Tell the shape in which each entry of a constant is of one sample.
 
@@ -221,13 +221,15 @@ def _meeting(
         name: Name of the operation.
         args: Positional arguments.
         kwargs: Keyword arguments.
+        wanted: The ``id`` of each constant.
 
     Returns:
         The shape, and of which operand. ``None`` for all.
     """
     if name in IN_BRACKETS:
         x, index, value = (*args[:3], None, None, None)[:3]
-        if type(x) is not Tensor or type(value) not in (Tensor, Parameter):
+        plain = type(x) is Tensor and type(value) in (Tensor, Parameter)
+        if not plain or id(value) not in wanted:
             return None, None
         place = x.detach()[in_brackets(name, index)]
         return (place.shape, value) if value.dim() <= place.dim() else (None, None)
@@ -259,8 +261,8 @@ def note_parts(
         n: Number N of samples.
     """
     if name in IN_BRACKETS:
+        index = in_brackets(name, args[1])
         for constant in constants:
-            index = in_brackets(name, args[1])
             constant.within = partial(_places, index, out.shape, n, out.device)
     if name == ATTENTION:
         (query,) = named(("query",), args, kwargs)

@@ -545,6 +545,7 @@ class Tracker(LowMode):
             keys = [pair.key for pair in pairs]
             operation = self._summands.operation(kind.name, args, kwargs, keys)
             operation = operation or find_operation(func, args, kwargs, keys)
+            note_parts(kind.name, args, kwargs, pairs, outs[0], self.n)
         if operation is not None and outs[0].is_complex():
             given: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
             real = not all(given[key].is_complex() for key in operation.keys)
@@ -552,8 +553,6 @@ class Tracker(LowMode):
         if self.n > 1 and operation is not None and operation.data is not None:
             operation = operation if operation.is_possible(self._finder.of) else None
         placements = [p for _, p in both]
-        if len(outs) == 1 and not written_to_base:
-            note_parts(kind.name, args, kwargs, pairs, outs[0], self.n)
         use = Use(kind.name, pairs, self.n, placements, self.owner, operation, since)
         use.saved = saved
         use.attach([x for x, _ in both])

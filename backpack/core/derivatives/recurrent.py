@@ -50,6 +50,8 @@ _PRODUCTS = WeakTensorKeyDictionary()
 
 # The affine maps of a call, by kind and place ("hh_l0"): input and output at each step
 Maps = Dict[str, List[Tuple[Tensor, Tensor]]]
+# Which sequences go on in each step, forward in time and backward
+Live = Tuple[Optional[Tensor], Optional[Tensor]]
 
 
 class RecurrentDerivatives(BaseParameterDerivatives):
@@ -177,11 +179,13 @@ class RecurrentDerivatives(BaseParameterDerivatives):
             The products by the parameters' names.
         """
         maps: Maps = defaultdict(list)
-        x, live, rows = inputs[0], None, None
+        x, rows = inputs[0], None
+        live: Live = (None, None)
         if isinstance(x, PackedSequence):
             sizes, rows = x.batch_sizes, rows_of(x)
-            live = x.data.new_zeros(len(sizes), int(sizes[0]), 1, dtype=torch.bool)
-            live[rows] = True
+            go_on = x.data.new_zeros(len(sizes), int(sizes[0]), 1, dtype=torch.bool)
+            go_on[rows] = True
+            live = go_on, go_on.flip(0)
         with torch.enable_grad():
             outputs = self._unroll(module, inputs, maps, rows, live)
         v = next(len(mat) for mat in cotangents if mat is not None)
@@ -197,9 +201,9 @@ class RecurrentDerivatives(BaseParameterDerivatives):
         products: Dict[str, PerSample] = {}
         for place, steps in maps.items():
             a = torch.stack([x for x, _ in steps], dim=1)
-            if live is not None:  # those of sequences that have ended are no inputs
-                own = live.flip(0) if place.endswith("reverse") else live
-                a = a * own.transpose(0, 1)
+            on = live[place.endswith("reverse")]
+            if on is not None:  # those of sequences that have ended are no inputs
+                a = a * on.transpose(0, 1)
             b = torch.stack([next(pulled) for _ in steps], dim=-2)
             b = b.view(v, *b.shape[-3:])
             products.update(_describe(module, place, a, b))
@@ -211,7 +215,7 @@ class RecurrentDerivatives(BaseParameterDerivatives):
         inputs: Sequence[Any],
         maps: Maps,
         rows: Optional[Tuple[Tensor, Tensor]],
-        live: Optional[Tensor],
+        live: Live,
     ) -> List[Tensor]:
         """Repeat the forward pass, step by step.
 
@@ -220,19 +224,20 @@ class RecurrentDerivatives(BaseParameterDerivatives):
             inputs: Its inputs.
             maps: Where to note affine maps.
             rows: Step and sequence of each row of a packed input, else ``None``.
-            live: Which sequences go on in each step, ``[T, N, 1]``. ``None`` for all.
+            live: Which sequences go on in each step, ``[T, N, 1]``, in each direction;
+                ``None`` for all.
 
         Returns:
             The module's outputs.
         """
         x, given = inputs[0], tree_leaves(inputs[1:])
         dtype, directions = module.weight_ih_l0.dtype, 1 + module.bidirectional
-        if live is not None:
-            padded = x.data.new_zeros(*live.shape[:2], x.data.shape[1])
+        if live[0] is not None:
+            padded = x.data.new_zeros(*live[0].shape[:2], x.data.shape[1])
             x = padded.index_put(rows, x.data)
         elif module.batch_first:
             x = x.transpose(0, 1)
-        x, backwards = x.to(dtype), None if live is None else live.flip(0)
+        x = x.to(dtype)
         sizes = module.proj_size or module.hidden_size, module.hidden_size
         states = [state.to(dtype) for state in given if state is not None] or [
             x.new_zeros(module.num_layers * directions, x.shape[1], size)
@@ -244,7 +249,7 @@ class RecurrentDerivatives(BaseParameterDerivatives):
             for direction in range(directions):
                 place = f"_l{layer}" + "_reverse" * direction
                 initial = [state[len(last)] for state in states]
-                steps, on = (x.flip(0), backwards) if direction else (x, live)
+                steps, on = x.flip(0) if direction else x, live[direction]
                 hidden, final = self._run(module, place, steps, on, initial, maps)
                 sequences.append(hidden.flip(0) if direction else hidden)
                 last.append(final)

@@ -111,25 +111,34 @@ def _is_repeated() -> bool:
     return task != -1 and task != state().inside
 
 
-def forget_interrupted(depth: int = 1) -> None:
+def forget_interrupted(python_frame: Any = None) -> None:
     """Forget calls that were interrupted: no hook runs after Ctrl-C.
 
     Args:
-        depth: Number of Python's frames to skip. Default: 1.
+        python_frame: From where to look for calls that led here. Default: the caller.
     """
     frames = _THREAD.frames
-    while frames and not _is_running(frames[-1], sys._getframe(depth)):
+    while frames and not _is_running(frames[-1], python_frame or sys._getframe(1)):
         _leave_last()
+
+
+def _caller() -> Any:
+    """Return Python's frame that has called a hook, and lives as long as the call."""
+    python_frame = sys._getframe(2)
+    while python_frame.f_globals.get("__name__") in _BETWEEN:
+        python_frame = python_frame.f_back
+    return python_frame
+
+
+# Modules that call our hooks for others, with frames that are gone then
+_BETWEEN = {__name__, untraced.__module__, "torch._dynamo.eval_frame"}
 
 
 def _is_running(frame: _Frame, python_frame: Any) -> bool:
     """Tell whether a call is among those that led here."""
-    running = frame.running
-    while python_frame is not None:
-        if id(python_frame) == running:
-            return True
+    while python_frame is not None and id(python_frame) != frame.running:
         python_frame = python_frame.f_back
-    return False
+    return python_frame is not None
 
 
 @answered
@@ -163,11 +172,9 @@ def enter_call(
             PLAIN.add(module)
         return None
     PLAIN.discard(module)
-    caller = sys._getframe(1)
+    caller = _caller()
+    forget_interrupted(caller)
     frames, tracker = _THREAD.frames, _THREAD.tracker
-    if frames and not _is_running(frames[-1], caller.f_back):
-        forget_interrupted(2)
-        tracker = _THREAD.tracker
     if not frames:
         _THREAD.returned.clear()
         extend_new(module)
@@ -242,7 +249,7 @@ def leave_call(
     if is_dynamo_compiling():
         traced = not is_grad_enabled() or _is_opaque()
         return None if traced else untraced(leave_call, module, args, kwargs, output)
-    frame = _pop_frame(module, sys._getframe(1)) if _THREAD.frames else None
+    frame = _pop_frame(module, _caller()) if _THREAD.frames else None
     if type(kwargs) is _Guard:
         kwargs = dict(kwargs)  # the record would keep what keeps the record
     if output is None or frame is None or not is_grad_enabled():

@@ -11,7 +11,7 @@ from typing import Any, Callable, Dict, Tuple
 
 import pytest
 import torch
-from cases import make_extension
+from cases import Tensors, make_extension
 from per_sample import (
     F64,
     FIRST_ORDER,
@@ -19,6 +19,7 @@ from per_sample import (
     Lambda,
     N,
     Row,
+    against_real,
     assert_fields,
     assert_refused,
     assert_right,
@@ -114,15 +115,22 @@ def attention() -> Lambda:
     )
 
 
-def recurrent(layer: type, last: Callable[[Tensor], Tensor], **options: Any) -> Lambda:
+def recurrent(
+    layer: type,
+    last: Callable[[Tensor], Tensor],
+    learned: bool = False,
+    **options: Any,
+) -> Lambda:
     """Make a critic of sequences: what a recurrent layer returns, and a score of it."""
     wide = 2 if options.get("bidirectional") else 1
 
     def forward(m: Module, x: Tensor) -> Tensor:
-        return m.o(last(m.f(x if m.f.batch_first else x.transpose(0, 1))[0]))
+        state = m.h.expand(1, len(x), 3).contiguous() if learned else None
+        return m.o(last(m.f(x if m.f.batch_first else x.transpose(0, 1), state)[0]))
 
     return Lambda(
         forward,
+        **({"h": param(3)} if learned else {}),
         f=layer(D, 3, **{"batch_first": True, **options}),
         o=nn.Linear(3 * wide, 1, bias=False),
     )
@@ -141,6 +149,7 @@ RECURRENT: Dict[str, Callable[[], Module]] = {
     "both-ways": partial(recurrent, nn.LSTM, lambda h: h[:, 0], bidirectional=True),
     "rectified": partial(recurrent, nn.RNN, lambda h: h[:, -1], nonlinearity="relu"),
     "without-bias": partial(recurrent, nn.GRU, lambda h: h[:, -1], bias=False),
+    "from-a-learned-state": partial(recurrent, nn.GRU, lambda h: h[:, -1], True),
     "time-first": partial(recurrent, nn.GRU, lambda h: h[-1], batch_first=False),
 }
 
@@ -397,6 +406,30 @@ TERMS.update(
             objective=lambda f, _: f.square().sum() / N,
             predict=lambda m, X: by_input(m, *X),
             quantities=FIRST_ORDER,
+        )
+        for name, model in RECURRENT.items()
+    }
+)
+
+
+def beside_a_loss(m: Module, loss: Module, X: Tensors) -> Tensor:
+    """Add the square of a derivative, in a term of its own, to a loss of values."""
+    x = X[0].detach().clone().requires_grad_()
+    f = m(x)
+    (g,) = grad(f.sum(), x, create_graph=True)
+    return against_real(f, loss) + g.square().sum() / N
+
+
+TERMS.update(
+    {
+        f"penalty-beside-{name}": Row(
+            model,
+            randn(3, D),
+            objective=lambda f, loss: against_real(f[:, :1], loss)
+            + f[:, 1:].square().sum() / N,
+            predict=lambda m, X: by_input(m, *X, keep=True),
+            quantities=FIRST_ORDER,
+            value=beside_a_loss,
         )
         for name, model in RECURRENT.items()
     }

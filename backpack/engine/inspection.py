@@ -306,13 +306,13 @@ class Inspection:
     def data_nodes(self) -> set[Node]:
         """Nodes of the terms that data enter, without those of a regularizer."""
         of_all = additive_terms(self.roots, True, of_numbers=False)[0]
+        # of nothing but a derivative of a model, its input tells
         terms = [
             term
             for term in of_all
             if any(x.owner.is_use or x.owner.is_loss for x, _ in targets_below([term]))
+            or any(map(_is_given, walk([term])))
         ]
-        # of nothing but a derivative of a model, its input tells
-        terms = terms or [x for x in of_all if any(map(_is_given, walk([x])))]
         queue = list(dict.fromkeys(terms))
         seen = set(queue)
         for node in queue:  # which grows meanwhile

@@ -33,6 +33,7 @@ from per_sample import (
 )
 from torch import Tensor, nn
 from torch.distributions import Beta, Dirichlet, Gamma
+from torch.func import functional_call
 from torch.nn import Module
 from torch.nn.utils.rnn import (
     pack_padded_sequence,
@@ -47,6 +48,7 @@ from backpack import backpack, extend
 from backpack.engine.trials import Trial
 from backpack.engine.uses import Use
 from backpack.extensions import BatchGrad, BatchJacobian, DiagGGNExact
+from backpack.utils.types import tensors_in
 
 D = 4
 
@@ -3421,11 +3423,53 @@ def of_nodes(m: Module, x: Tensor) -> Tensor:
     return z.sum(0).unflatten(0, nodes.shape[:2]).sum(m.axis)
 
 
+def from_learned(m: Module, x: Tensor) -> Tensor:
+    """Begin with learned states: one of them for all, one in another way."""
+    states: Any = m.h.expand(-1, len(x), -1).contiguous()
+    if isinstance(m.r, nn.LSTM):
+        states = states, m.c.tanh().repeat(1, len(x), 1)
+    axis = int(m.packs or m.r.batch_first)
+    x = plain(m, x)
+    y, last = m.r(pack(x) if m.packs else x.transpose(0, 1 - axis), states)
+    y = pad_packed_sequence(y, True)[0] if m.packs else y
+    return y.sum(axis)[:, :D] + tensors_in(last)[0].sum(0)
+
+
+def half_learned(m: Module, x: Tensor) -> Tensor:
+    """Begin with a learned state, and one of the sample's; several of each."""
+    sequences = torch.stack([x, x.sin()], 1).flatten(0, 1)
+    cell = sequences[None, :, 0].expand(4, -1, -1).contiguous()
+    hidden = m.h.repeat(1, len(cell[0]), 1)
+    return m.r(plain(m, sequences), (hidden, cell))[1][0].sum(0).view(-1, 2, D).sum(1)
+
+
+def by_function(m: Module, x: Tensor) -> Tensor:
+    """Call what is behind the layer, with weights of one's own."""
+    weights = [m.u, m.v.tanh(), m.b, m.b * 2]
+    options = True, 1, 0.0, True, False, True  # batch_first
+    return torch.gru(plain(m, x), m.h.expand(1, len(x), D), weights, *options)[0].sum(1)
+
+
+def weight_drop(m: Module, x: Tensor) -> Tensor:
+    """Run a layer whose matrix between the steps is computed, in two directions."""
+    drop = {"weight_hh_l0": m.r.weight_hh_l0 * m.keep}
+    return functional_call(m.r, drop, (plain(m, x),))[0].sum(1)[:, :D]
+
+
 def lstm(width: int = D, **options: Any) -> Module:
     """Make a layer in two directions."""
     return nn.LSTM(D, width, 2, bidirectional=True, **options)
 
 
+# Layers, numbers of states, options, and whether sequences are packed
+LEARNED: List[Tuple[type, int, Dict[str, Any], bool]] = [
+    (nn.GRU, 1, {"batch_first": True}, False),
+    (nn.GRU, 2, {"num_layers": 2, "bias": False, "batch_first": True}, True),
+    (nn.LSTM, 4, {"num_layers": 2, "bidirectional": True}, True),
+    (nn.LSTM, 1, {"hidden_size": 5, "proj_size": D, "batch_first": True}, False),
+    (nn.LSTM, 2, {"hidden_size": 5, "proj_size": D, "num_layers": 2}, False),
+    (nn.RNN, 1, {"nonlinearity": "relu"}, True),
+]
 SEQUENCES: Dict[str, Tuple[Callable[[Module, Tensor], Tensor], Dict[str, Callable]]] = {
     "longest-first": (longest_first, {"r": lstm}),
     "from-states": (from_states, {"r": lambda: lstm(1)}),
@@ -3438,6 +3482,42 @@ SEQUENCES: Dict[str, Tuple[Callable[[Module, Tensor], Tensor], Dict[str, Callabl
         {"r": lambda: lstm(5, proj_size=D), "s": rnn(nn.GRU)},
     ),
     "of-words": (words, {"r": lstm}),
+    **{
+        f"learned-{i}": (
+            from_learned,
+            {
+                "r": partial(cls, D, **{"hidden_size": D, **options}),
+                "h": partial(param, layers, 1, D),
+                "packs": partial(bool, packs),
+                **(
+                    {"c": partial(param, layers, 1, options.get("hidden_size", D))}
+                    if cls is nn.LSTM
+                    else {}
+                ),
+            },
+        )
+        for i, (cls, layers, options, packs) in enumerate(LEARNED)
+    },
+    "learned-half": (
+        half_learned,
+        {"r": partial(lstm, batch_first=True), "h": partial(param, 4, 1, D)},
+    ),
+    "by-function": (
+        by_function,
+        {
+            "u": partial(param, 3 * D, D),
+            "v": partial(param, 3 * D, D),
+            "b": partial(param, 3 * D),
+            "h": partial(param, D),
+        },
+    ),
+    "weight-drop": (
+        weight_drop,
+        {
+            "r": partial(lstm, batch_first=True),
+            "keep": lambda: (torch.arange(D) % 2).double(),
+        },
+    ),
     **{
         f"of-{name}": (
             of_nodes,
@@ -3467,6 +3547,20 @@ def test_sequences(name: str, t: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
     quantities = [*FIRST_ORDER, "DiagGGNExact"]
     assert_right(Row(model, randn(t, D), quantities=quantities))
+
+
+def test_dropout_between_layers() -> None:
+    """What can't be repeated has no rule: here, the second layer gets zeros."""
+    made = {"r": lambda: nn.LSTM(D, D, 2, dropout=1.0), "packs": bool}
+    states = {"h": partial(param, 2, 1, D), "c": partial(param, 2, 1, D)}
+
+    def model() -> Module:
+        used = {name: make() for name, make in {**made, **states}.items()}
+        return Lambda(
+            from_learned, f=nn.Linear(D, D), g=nn.LayerNorm(D), p=param(D), **used
+        )
+
+    assert_right(Row(model, randn(3, D), train=True))
 
 
 def some_words(m: Module, x: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from backpack.core.derivatives import normalization
+from backpack.core.derivatives import normalization, recurrent
 from backpack.core.derivatives.batchnorm_nd import BatchNormNdDerivatives
 from backpack.core.derivatives.conv_transposend import ConvTransposeNDDerivatives
 from backpack.core.derivatives.convnd import ConvNDDerivatives
@@ -32,6 +32,7 @@ from backpack.core.kinds import (
     Operation,
 )
 from backpack.core.on_each import OnEach
+from backpack.core.recurrences import called
 
 
 class Called(NamedTuple):
@@ -407,6 +408,15 @@ def _each(func: Callable) -> Rule:
     return rule
 
 
+def _recurrent(
+    derivatives: recurrent.RecurrentDerivatives, nonlinearity: str | None = None
+) -> Rule:
+    def rule(call: Called) -> Operation | None:
+        return called(derivatives, nonlinearity, call.args, call.keys)
+
+    return rule
+
+
 def _bilinear(x: Tensor, y: Tensor, weight: Tensor, bias: Tensor | float = 0) -> Tensor:
     """Do the same by an operation that `vmap` knows."""
     bias = 0 if bias is None else bias
@@ -471,6 +481,10 @@ _RULES: dict[Rule, Sequence[Callable]] = {
     ),
     _add(-1.0, 1.0): (Tensor.__rsub__,),
     _mul: (torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul__),
+    _recurrent(recurrent.LSTMDerivatives()): (torch.lstm,),
+    _recurrent(recurrent.GRUDerivatives()): (torch.gru,),
+    _recurrent(recurrent.RNNDerivatives(), "tanh"): (torch.rnn_tanh,),
+    _recurrent(recurrent.RNNDerivatives(), "relu"): (torch.rnn_relu,),
     **{_each(func): (func,) for func in _ON_EACH},
     _each(_bilinear): (functional.bilinear,),
     _each(_cdist): (torch.cdist,),

@@ -37,7 +37,8 @@ class Constant:
         source: Where an expression sits in the graph, ``None`` for a parameter.
         stand_in: Where the operation's alias of it sits in the graph; ``None`` if the
             operation's own parameter is used.
-        key: Which argument it is: a position, a keyword, ``None`` inside of a list.
+        key: Which argument it is: a position, or a keyword, which a list's have in a
+            tuple with their place in the list. ``None`` if it enters twice.
         shape: Its shape.
         spread: Where the alias sits in a shape of which each entry is of one sample:
             that of the result, where entries of the same place meet. ``None`` if that
@@ -172,7 +173,9 @@ def stand_in(
     """
     wanted = {id(x): x for x in constants}
     given = (*enumerate(args), *kwargs.items())
-    keys = {id(x): key for key, x in reversed(given)}
+    lists = [(key, x) for key, x in given if isinstance(x, (list, tuple))]
+    within = [((key, i), y) for key, x in lists for i, y in enumerate(x)]
+    keys: dict[int, Any] = {id(x): key for key, x in reversed((*within, *given))}
     flat = sum([id(x) in wanted for _, x in given]) == len(constants)
     if len(wanted) < len(constants):  # no rule is for one that enters twice
         keys = {i: key for i, key in keys.items() if _once(i, constants)}

@@ -18,8 +18,6 @@ from torch.nn.utils.rnn import PackedSequence
 
 from backpack.core.derivatives.generic import input_batch_axis, output_batch_axis
 from backpack.core.derivatives.recurrent import rows_of
-from backpack.core.derivatives.stored import shallow_copy
-from backpack.core.kinds import merge_rows
 from backpack.core.layout import (
     FIRST,
     Layout,
@@ -29,6 +27,7 @@ from backpack.core.layout import (
     spans,
 )
 from backpack.core.operations import LayerLike, Operation, statistics
+from backpack.core.recurrences import EACH, Recurrence, along, samples_of_sequences
 from backpack.core.table import Row, find_loss, find_row
 from backpack.engine.constants import Constant
 from backpack.engine.gaps import INPUT, NESTED, differ, explain, note_constants
@@ -41,12 +40,8 @@ from backpack.utils.module_classification import is_loss
 from backpack.utils.types import (
     are_redefined,
     is_redefining,
-    place_of,
     tensors_in,
-    versions_of,
 )
-
-EACH = slice(None)  # sequences or samples, one after the other
 
 
 class Covered(NamedTuple):
@@ -307,57 +302,21 @@ def _sequences(
     Returns:
         Numbers of the samples, ``EACH`` for one after the other. ``None`` if the rule
         is not for them: a sequence is not of one sample, samples do not have as many,
-        or a state is another one's.
+        or a state is another one's, or a constant.
     """
-    x, (placement, n) = args[0], of_input
+    n = of_input.n
     if not n:
         return None
-    if isinstance(x, PackedSequence):
-        samples = _of_packed(x, of_input)
-    else:
-        axis = int(not module.batch_first)
-        one = n == 1 and type(placement) is Layout  # however its layout was noted
-        in_order = x.shape[axis] == n and (one or placement == Layout(axis, 1))
-        if in_order and not any([h.requires_grad for h in tensors_in(args[1:])]):
-            return EACH
-        samples = _along(x, axis, of_input)
-    if samples is None or len(samples) % n:
-        return None
-    each = torch.arange(len(samples), device=samples.device) // (len(samples) // n)
-    if not torch.equal(samples.sort()[0], each):
-        return None
-    for h in tensors_in(args[1:]):
-        if h.requires_grad:
-            known = _known_of(h, tracker)
-            own = None if known is None else _along(h, 1, known)
-            if own is None or not torch.equal(own, samples):
-                return None  # a parameter, or other samples'
-    return EACH if len(samples) == n and torch.equal(samples, each) else samples
-
-
-def _of_packed(x: PackedSequence, known: Known) -> Tensor | None:
-    """Tell which sample each sequence of a packed one is of."""
-    rows, (_, numbers) = _along(x.data, 0, known), rows_of(x)
-    if rows is None:
-        return None
-    size = int(x.batch_sizes[0])
-    samples = rows.new_empty(size).index_copy(0, numbers[:size], rows[:size])
-    return samples if torch.equal(rows, samples[numbers]) else None
-
-
-def _along(x: Tensor, axis: int, known: Known) -> Tensor | None:
-    """Tell the sample of each entry along an axis, if that is all there is to tell."""
-    placement, n = known
-    if isinstance(placement, Layout):
-        if n > 1 and placement.axis != axis:
+    samples = samples_of_sequences(args[0], int(not module.batch_first), *of_input)
+    learned = [h for h in tensors_in(args[1:]) if h.requires_grad]
+    if samples is None or not learned:
+        return samples
+    for h in learned:
+        known = _known_of(h, tracker)
+        own = None if known is None else along(h, 1, *known)
+        if own is None or not torch.equal(own, torch.arange(n).to(own)[samples]):
             return None
-        return torch.arange(x.shape[axis], device=x.device) // placement.inner % n
-    if not isinstance(placement, Tensor) or not placement.numel():
-        return None
-    own = placement.to(x.device).movedim(axis, 0).flatten(1)  # often one number a row
-    if not torch.equal(own, own[:, :1].expand_as(own)):
-        return None
-    return own[:, 0].expand(x.shape[axis])
+    return samples
 
 
 def is_redefined(call: Call) -> bool:
@@ -399,54 +358,6 @@ def _keeps_samples(module: Module, x: Tensor) -> bool:
     return type(module).__module__.startswith("torch.nn") and not isinstance(
         module, _MOVES
     )
-
-
-class LayerCall(Operation):
-    """A call of a layer with several outputs, by its derivatives."""
-
-    takes_all = True
-
-    def __init__(
-        self,
-        derivatives: Any,
-        module: Module,
-        arguments: list[Any],
-        sequences: Tensor | slice,
-    ):
-        """Store the call.
-
-        Args:
-            derivatives: The layer's derivatives.
-            module: The layer.
-            arguments: What went in.
-            sequences: Which sample each of the sequences is of that went in.
-        """
-        super().__init__(tensors_in(arguments)[0], list(module._parameters))
-        self._derivatives, self._arguments = derivatives, arguments
-        self._sequences = sequences
-        self._module = module
-        self._read = tensors_in((arguments, list(module._parameters.values())))
-        self._versions = versions_of(self._read)
-        with torch._C.DisableTorchFunction():  # `p.data = other` moves no version
-            self._own = {
-                name: None if p is None else p.detach()
-                for name, p in module._parameters.items()
-            }
-
-    @property
-    def is_modified(self) -> bool:
-        """Whether the input, a state, or a parameter was modified in place since."""
-        return versions_of(self._read) != self._versions
-
-    def product(self, key, shape, cotangents, out, n):  # noqa: D102
-        derivatives, module = self._derivatives, self._module
-        pairs = zip(module._parameters.values(), self._own.values())
-        if any(p is not None and place_of(p) != place_of(x) for p, x in pairs):
-            module = shallow_copy(module, _parameters=self._own)
-        found = derivatives.product(key, module, self._arguments, cotangents)
-        if not isinstance(self._sequences, Tensor):
-            return found
-        return merge_rows(found.select(self._sequences.argsort(stable=True)), n)
 
 
 def _known_of(x: Tensor, tracker: Tracker | None) -> Known | None:
@@ -559,11 +470,11 @@ def _operation(
 ) -> Operation | None:
     # its options may be changed, its parameters replaced, before they are read
     row, layer = found.row, clear_copy(module)
+    keys = {name: name for name in names}
     if row.several_outputs:
-        return LayerCall(row.derivatives, layer, list(args), found.sequences)
+        return Recurrence(row.derivatives, layer, args, keys, found.sequences)
     if isinstance(module, _NormBase):
         vars(layer).update(_buffers=statistics(module._buffers))
-    keys = {name: name for name in names}
     return LayerLike(row.derivatives, layer, keys, args[0], _features(module))
 
 

@@ -541,7 +541,7 @@ class Tracker(LowMode):
             return
         operation = None
         written_to_base = kind.writes and outs[0] is not args[0]
-        if len(outs) == 1 and not written_to_base:
+        if len(both) == len(outs) and not written_to_base:
             keys = [pair.key for pair in pairs]
             operation = self._summands.operation(kind.name, args, kwargs, keys)
             operation = operation or find_operation(func, args, kwargs, keys)

@@ -29,6 +29,8 @@ from backpack.core.derivatives.generic import input_batch_axis
 from backpack.core.derivatives.parameter_base import BaseParameterDerivatives
 from backpack.core.derivatives.shape_check import check_batch_first
 from backpack.core.derivatives.stored import shallow_copy, stored_inputs
+from backpack.core.layout import Layout
+from backpack.core.per_sample.apart import Apart
 from backpack.core.per_sample.base import PerSample, Summed
 from backpack.core.per_sample.outer import Outer
 from backpack.utils.hooks import message
@@ -50,6 +52,8 @@ _PRODUCTS = WeakTensorKeyDictionary()
 
 # The affine maps of a call, by kind and place ("hh_l0"): input and output at each step
 Maps = Dict[str, List[Tuple[Tensor, Tensor]]]
+# Names of initial states, among those of parameters
+STATES = ("initial_hidden", "initial_cell")
 # Which sequences go on in each step, forward in time and backward
 Live = Tuple[Optional[Tensor], Optional[Tensor]]
 
@@ -106,13 +110,15 @@ class RecurrentDerivatives(BaseParameterDerivatives):
     ) -> PerSample:
         """Describe the products of cotangents and a parameter's Jacobian.
 
-        The products of all parameters are computed at once, see :meth:`products`.
+        Or an initial state's, of which each sequence has entries of its own. The
+        products of all parameters are computed at once, see :meth:`products`.
         Unless gradients are enabled, they are at hand when the same tensors are passed
         again with another name, as long as the first cotangent that is not ``None``
         lives.
 
         Args:
-            name: Name of the parameter, for instance ``"weight_ih_l0_reverse"``.
+            name: Name of the parameter, for instance ``"weight_ih_l0_reverse"``, or one
+                of :data:`STATES`.
             module: The module.
             inputs: Its input ``[N, T, d]`` (with ``batch_first``), ``[T, N, d]``, or
                 packed, and maybe its initial state(s) ``[layers * directions, N, h]``.
@@ -186,14 +192,17 @@ class RecurrentDerivatives(BaseParameterDerivatives):
             go_on = x.data.new_zeros(len(sizes), int(sizes[0]), 1, dtype=torch.bool)
             go_on[rows] = True
             live = go_on, go_on.flip(0)
+        states = [x for x in tree_leaves(inputs[1:]) if x is not None]
+        learned = {name: x for name, x in zip(STATES, states) if x.requires_grad}
         with torch.enable_grad():
-            outputs = self._unroll(module, inputs, maps, rows, live)
+            outputs = self._unroll(module, x, states, maps, rows, live)
         v = next(len(mat) for mat in cotangents if mat is not None)
         columns = [
             y.new_zeros(v, *y.shape) if mat is None else mat.to(y.dtype)
             for y, mat in zip_longest(outputs, cotangents)
         ]
         gates = [gate for steps in maps.values() for _, gate in steps]
+        gates += learned.values()
         options = {"create_graph": torch.is_grad_enabled(), "is_grads_batched": v != 1}
         if v == 1:  # without the price of a batch
             columns = [mat[0] for mat in columns]
@@ -207,12 +216,16 @@ class RecurrentDerivatives(BaseParameterDerivatives):
             b = torch.stack([next(pulled) for _ in steps], dim=-2)
             b = b.view(v, *b.shape[-3:])
             products.update(_describe(module, place, a, b))
+        for name, state in learned.items():
+            own = next(pulled).view(v, *state.shape)
+            products[name] = Apart(own, Layout(1, 1), state.shape[1])
         return products
 
     def _unroll(
         self,
         module: Layer,
-        inputs: Sequence[Any],
+        x: Any,
+        states: List[Tensor],
         maps: Maps,
         rows: Optional[Tuple[Tensor, Tensor]],
         live: Live,
@@ -221,7 +234,8 @@ class RecurrentDerivatives(BaseParameterDerivatives):
 
         Args:
             module: The module.
-            inputs: Its inputs.
+            x: Its input.
+            states: Its initial states, none for zeros.
             maps: Where to note affine maps.
             rows: Step and sequence of each row of a packed input, else ``None``.
             live: Which sequences go on in each step, ``[T, N, 1]``, in each direction;
@@ -230,7 +244,6 @@ class RecurrentDerivatives(BaseParameterDerivatives):
         Returns:
             The module's outputs.
         """
-        x, given = inputs[0], tree_leaves(inputs[1:])
         dtype, directions = module.weight_ih_l0.dtype, 1 + module.bidirectional
         if live[0] is not None:
             padded = x.data.new_zeros(*live[0].shape[:2], x.data.shape[1])
@@ -238,11 +251,12 @@ class RecurrentDerivatives(BaseParameterDerivatives):
         elif module.batch_first:
             x = x.transpose(0, 1)
         x = x.to(dtype)
-        sizes = module.proj_size or module.hidden_size, module.hidden_size
-        states = [state.to(dtype) for state in given if state is not None] or [
-            x.new_zeros(module.num_layers * directions, x.shape[1], size)
-            for size in sizes[: self.num_states]
-        ]
+        states = [state.to(dtype) for state in states]
+        if not states:
+            sizes = module.proj_size or module.hidden_size, module.hidden_size
+            number = module.num_layers * directions
+            zeros = [x.new_zeros(number, x.shape[1], size) for size in sizes]
+            states = zeros[: self.num_states]
         last: List[Sequence[Tensor]] = []
         for layer in range(module.num_layers):
             sequences = []

@@ -89,6 +89,7 @@ class Inspection:
         self._direct: dict[int, list[Use]] = {}  # uses without stand-in, by parameter
         self._insides: dict[Use, tuple[int, set[Node]]] = {}
         self._functions: dict[Node, set[Any]] = {}  # and the places of their constants
+        self._passes = False  # whether nodes inside are uses, in place of one
         self._shared: list[Node] = []  # reached several times
         self._first: dict[Node, Node | None] = {}  # whence each was reached first
         self.nodes: list[Node] = []
@@ -187,6 +188,7 @@ class Inspection:
     def _note(self, node: Node, metadata: dict[str, Any]) -> None:
         for number, index, owner in metadata.get(ENTRIES, ()):
             if owner.is_use and owner.is_passed:
+                self._passes = True
                 continue
             if not owner.is_use:
                 self.calls.setdefault(owner, node)
@@ -306,13 +308,15 @@ class Inspection:
     def data_nodes(self) -> set[Node]:
         """Nodes of the terms that data enter, without those of a regularizer."""
         of_all = additive_terms(self.roots, True, of_numbers=False)[0]
-        # of nothing but a derivative of a model, its input tells
         terms = [
             term
             for term in of_all
             if any(x.owner.is_use or x.owner.is_loss for x, _ in targets_below([term]))
-            or any(map(_is_given, walk([term])))
         ]
+        # of nothing but a derivative of a model, its input tells, as of one that goes
+        # through the inside of a layer
+        if self._passes or not terms:
+            terms += [x for x in of_all if any(map(_is_given, walk([x])))]
         queue = list(dict.fromkeys(terms))
         seen = set(queue)
         for node in queue:  # which grows meanwhile

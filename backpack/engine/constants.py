@@ -18,13 +18,11 @@ from torch.utils._pytree import tree_map
 from backpack.core.layout import Layout, Placement, sample_numbers, simplify
 from backpack.engine.functions import (
     ATTENTION,
-    COMBINING,
     IN_BRACKETS,
     JOINED,
     in_brackets,
     named,
 )
-from backpack.engine.views import unrepeated
 from backpack.utils.parallel import is_in_place
 from backpack.utils.types import are_redefined, common_shape, is_inexact
 
@@ -81,16 +79,6 @@ class Constant:
         self.stand_in, self.key, self.shape = stand_in, key, x.shape
         self.spread: GradientEdge | None = None
         self.within: Callable[[Placement], Placement] | None = None
-
-    def comes_from(self, node: Node) -> None:
-        """Let it be what an operation has taken that only repeats it.
-
-        Args:
-            node: The operation's node.
-        """
-        (parent, number), *_ = node.next_functions
-        self.leaf = getattr(parent, "variable", None)
-        self.source = None if self.leaf is not None else GradientEdge(parent, number)
 
     @property
     def node(self) -> Node:
@@ -181,19 +169,13 @@ def stand_in(
         keys = {i: key for i, key in keys.items() if _once(i, constants)}
     if written is not None:
         wanted.pop(id(args[0]))
-    own = dict(wanted)
-    if name in COMBINING:
-        own = {number: unrepeated(x) for number, x in wanted.items()}
-    aliases = {number: alias_of(x) for number, x in own.items()}
+    aliases = {number: alias_of(x) for number, x in wanted.items()}
     shape, which = _meeting(name, args, kwargs, wanted) if spread else (None, None)
     pairs = [*(written or ())]
     with torch._C.DisableTorchFunction():
         for number, x in wanted.items():
-            alias, part = aliases[number], own[number]
-            constant = Constant(part, edge_of(alias), keys.get(number))
-            if part is not x:
-                constant.comes_from(x.grad_fn)
-                alias = alias.expand(x.shape)
+            alias = aliases[number]
+            constant = Constant(x, edge_of(alias), keys.get(number))
             alone = which is not None and x is not which
             # a number takes no part in type promotion, a subclass may be lost
             fits = x.dim() or all(y.dtype == x.dtype for _, y in given if is_inexact(y))

@@ -7,7 +7,7 @@ base.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -198,25 +198,3 @@ def made_base(x: Tensor, since: int) -> bool:
     """
     node = None if x._base is None else x._base.grad_fn
     return node is not None and since <= node._sequence_nr() and node is not x.grad_fn
-
-
-def unrepeated(x: Tensor) -> Tensor:
-    """Return what a tensor repeats along some axes.
-
-    Args:
-        x: The tensor.
-
-    Returns:
-        A view of it, in the shape that ``expand`` or ``repeat`` was given; the tensor
-        itself where these have not made it.
-    """
-    node: Any = x.grad_fn
-    if type(x) is not Tensor or type(node).__name__ not in REPEATING:
-        return x
-    before = tuple(node._saved_self_sym_sizes)
-    part, lead = x, x.dim() - len(before)
-    for axis, size in enumerate(x.shape):
-        if size > 1 and (axis < lead or before[axis - lead] == 1):
-            part = part.narrow(axis, 0, 1)
-    whole = part.numel() != torch.Size(before).numel()  # also repeated side by side
-    return x if whole or part is x else part.view(before)

@@ -128,7 +128,10 @@ def alias_of(x: Tensor) -> Tensor:
         A view, or a copy where there are none.
     """
     if not are_redefined((x,)):
-        return x[...] if has_views(x) else x.clone()
+        if not has_views(x):
+            return x.clone()
+        # before torch 2.6, DTensors have no other view of the whole
+        return x[...] if type(x) in (Tensor, Parameter) else x.view_as(x)
     with torch._C.DisableTorchFunctionSubclass():
         alias = x.view_as(x)
         if type(alias) is not type(x):

@@ -20,7 +20,7 @@ from backpack.core.per_sample.outer import Outer
 from backpack.core.per_sample.rows import Rows
 from backpack.core.per_sample.scaled import Scaled
 from backpack.engine import graph, views
-from backpack.engine.saved import SAVED, fetch
+from backpack.engine.saved import HIDDEN, SAVED, fetch
 from backpack.engine.user_hooks import SEEN
 from backpack.engine.vjp import batched_vjp
 from backpack.utils.hooks import without_hooks
@@ -193,7 +193,10 @@ def _rows_of_table(node: Node, product: Dense, shape: torch.Size) -> Rows | None
     pick = _PICKS.get(type(node).__name__)
     if pick is None or len(shape) != 2:
         return None
-    fetch(node.metadata.get(SAVED, ()))
+    saved = node.metadata.get(SAVED, ())
+    if HIDDEN in saved:
+        return None
+    fetch(saved)
     with state().pull():  # the pass needs what was asked for as well
         picked = pick(node)
     if picked is None or product.shape[-1:] != shape[1:]:

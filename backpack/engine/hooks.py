@@ -56,6 +56,7 @@ from backpack.utils.hooks import (
     note_extended,
 )
 from backpack.utils.module_classification import is_no_op
+from backpack.utils.older_torch import note_copies
 from backpack.utils.state import state
 from backpack.utils.types import tensors_in
 
@@ -553,9 +554,8 @@ def register(root: Module, debug: bool = False) -> None:
             print(f"[DEBUG] Extending {f'{name}: ' if name else ''}{child}")
         child._backpack_extend = True
         register_hooks(child)
-        copied = getattr(child, "_deepcopy_hooks", None)  # a graph's copy has no others
-        if copied is not None and register not in copied:
-            copied.append(register)
+        if isinstance(child, GraphModule):
+            note_copies(child, register)
     has_hook = is_hooked(root) or see_changes in root._forward_pre_hooks.values()
     if is_no_op(root) and not has_hook:
         HANDLES.append(root.register_forward_pre_hook(see_changes, with_kwargs=True))

@@ -17,7 +17,7 @@ from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from backpack.utils.hooks import names_of
+from backpack.utils.hooks import names_of, no_op
 from backpack.utils.state import state
 from backpack.utils.types import is_inexact, place_of
 
@@ -69,6 +69,10 @@ class Saved:
         if self not in fetched:
             return self.ask()
         return fetched[self] if current.pulling else fetched.pop(self)
+
+
+# Somewhere in the hands of hooks that an older version of torch does not tell
+HIDDEN = Saved(None, no_op)
 
 
 def _fetched() -> dict[Saved, Tensor]:
@@ -141,7 +145,8 @@ def run(
     """
     hooks = None if _innermost_hooks is None else _innermost_hooks(False)
     if hooks is None:
-        return func(*args, **kwargs), ()
+        hidden = _innermost_hooks is None and are_kept()
+        return func(*args, **kwargs), [HIDDEN] if hidden else ()
     saved: list[Saved] = []
     pack, unpack = hooks
     own = {_numbers(x): x for x in constants if isinstance(x, Parameter)}

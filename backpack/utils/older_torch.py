@@ -1,9 +1,11 @@
 """What PyTorch does today, and did not in the oldest version that is promised."""
 
-from functools import wraps
-from typing import Any
+from functools import partial, wraps
+from typing import Any, Callable
 
 import torch
+from torch.fx import GraphModule
+from torch.nn import Module
 from torch.nn.utils.rnn import PackedSequence
 from torch.overrides import handle_torch_function, has_torch_function
 from torch.utils._pytree import register_pytree_node, tree_leaves
@@ -32,6 +34,32 @@ def make_packed_sequences_trees() -> None:
             lambda x: (list(x), None),
             lambda values, _: PackedSequence(*values),
         )
+
+
+def note_copies(graph: GraphModule, register: Callable[[Module], None]) -> None:
+    """Call a function with each copy of a graph, which forgets most hooks.
+
+    Before torch 2.6, nobody is told of a copy but what begins it.
+
+    Args:
+        graph: The graph.
+        register: The function.
+    """
+    hooks = getattr(graph, "_deepcopy_hooks", None)
+    if hooks is None:
+        vars(graph)["_deepcopy_init"] = partial(_begin_copy, register)
+    elif register not in hooks:
+        hooks.append(register)
+
+
+def _begin_copy(register: Callable[[Module], None]) -> Callable:
+    """Return what begins the copy of a graph, and calls a function with it."""
+
+    def begin(copied: Any, *args: Any) -> None:
+        type(copied)._deepcopy_init(copied)(copied, *args)
+        register(copied)
+
+    return begin
 
 
 def _overridable(plain: Any) -> Any:

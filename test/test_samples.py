@@ -3450,6 +3450,13 @@ def by_function(m: Module, x: Tensor) -> Tensor:
     return torch.gru(plain(m, x), m.h.expand(1, len(x), D), weights, *options)[0].sum(1)
 
 
+def both_of_one(m: Module, x: Tensor) -> Tensor:
+    """Begin with one tensor for both states, and norm with one for scale and shift."""
+    state = m.h.expand(1, len(x), D).contiguous()
+    y = F.layer_norm(m.r(plain(m, x), (state, state))[0], (D,), m.h, m.h)
+    return torch.einsum("nti,ij,jk->nk", y, m.v, m.v)
+
+
 def weight_drop(m: Module, x: Tensor) -> Tensor:
     """Run a layer whose matrix between the steps is computed, in two directions."""
     drop = {"weight_hh_l0": m.r.weight_hh_l0 * m.keep}
@@ -3509,6 +3516,14 @@ SEQUENCES: Dict[str, Tuple[Callable[[Module, Tensor], Tensor], Dict[str, Callabl
             "v": partial(param, 3 * D, D),
             "b": partial(param, 3 * D),
             "h": partial(param, D),
+        },
+    ),
+    "both-of-one": (
+        both_of_one,
+        {
+            "r": rnn(nn.LSTM, batch_first=True),
+            "h": partial(param, D),
+            "v": partial(param, D, D),
         },
     ),
     "weight-drop": (

@@ -200,6 +200,34 @@ def stand_in(
     return args, kwargs, pairs
 
 
+def distinct(
+    args: tuple, kwargs: dict[str, Any], constants: list[Tensor]
+) -> tuple[tuple, dict[str, Any], list[Tensor]]:
+    """Let a constant that enters twice be two tensors, each for a rule of its own.
+
+    Args:
+        args: Positional arguments.
+        kwargs: Keyword arguments.
+        constants: Which of them, or in them, are constants.
+
+    Returns:
+        The arguments and the constants, with an alias for each that comes again.
+    """
+    ids = [id(x) for x in constants]
+    if len({*ids}) == len(ids):
+        return args, kwargs, constants
+    found: list[Tensor] = []
+
+    def other(x: Any) -> Any:
+        if id(x) not in ids:
+            return x
+        found.append(alias_of(x) if any([x is y for y in found]) else x)
+        return found[-1]
+
+    args, kwargs = tree_map(other, (args, kwargs))
+    return args, kwargs, found
+
+
 def _meeting(
     name: str, args: tuple, kwargs: dict[str, Any], wanted: Collection[int]
 ) -> tuple[torch.Size | None, Tensor | None]:

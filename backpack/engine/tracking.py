@@ -23,7 +23,14 @@ from backpack.core.layout import Layout, Mixed, Placement, has_gaps, unentered
 from backpack.core.operations import OPERATIONS, find_operation
 from backpack.engine import saved as saved_tensors
 from backpack.engine.cells import note_maps
-from backpack.engine.constants import Constant, edge_of, has_views, note_parts, stand_in
+from backpack.engine.constants import (
+    Constant,
+    distinct,
+    edge_of,
+    has_views,
+    note_parts,
+    stand_in,
+)
 from backpack.engine.functions import (
     ATTENTION,
     COMBINING,
@@ -309,6 +316,8 @@ class Tracker(LowMode):
             spread = (spread or name == ATTENTION) and run is func
             # who keeps what operations save, like a checkpoint, gets what it would
             spread = spread and not saved_tensors.are_kept()
+            if func in OPERATIONS:
+                args, kwargs, constants = distinct(args, kwargs, constants)
             with _UNSEEN():
                 own = self._overwritten(kind, args, constants)
             given = args, kwargs, constants, spread, own

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 from torch.jit import ScriptModule
 from torch.nn import Module
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from backpack import extensions
 from backpack.compiled import CompiledStep
@@ -257,29 +257,51 @@ class backpack(AbstractContextManager):  # noqa: N801
         forget_interrupted()
         current = state()
         announce = _Announce(dict(vars(current)))
-        self._entered.append(announce)
-        current.contexts.append(announce)
-        ENTERED.set(announce)
-        current.active_exts, current.extension_hook = self.exts, self.extension_hook
-        current.debug, current.retain_graph = self.debug, self.retain_graph
-        current.check, current.report = self.check, announce.report
-        current.gradient = self.gradient
-        current.enter()
-        announce.__enter__()
+        try:
+            self._entered.append(announce)
+            current.contexts.append(announce)
+            ENTERED.set(announce)
+            current.active_exts = self.exts
+            current.extension_hook = self.extension_hook
+            current.debug, current.retain_graph = self.debug, self.retain_graph
+            current.check, current.report = self.check, announce.report
+            current.gradient = self.gradient
+            current.enter()
+            announce.__enter__()
+        except BaseException:  # Ctrl-C: nobody will leave
+            if announce in _get_current_function_mode_stack():
+                announce.__exit__(None, None, None)
+            self._restore(announce)
+            raise
 
     @skipped
     def __exit__(self, exc_type: type | None, *exc_info: Any) -> None:
         """Restore what was active before; report parameters without a result."""
         if torch.compiler.is_dynamo_compiling():
             return untraced(backpack.__exit__, self, exc_type, *exc_info)
-        current = state()
-        own = [announce for announce in self._entered if announce in current.contexts]
+        contexts = state().contexts
+        own = [announce for announce in self._entered if announce in contexts]
         if not own:
             raise RuntimeError(LEFT_ELSEWHERE)
         announce = own[-1]
-        self._entered.remove(announce)
-        forget_interrupted()
-        announce.__exit__(exc_type, *exc_info)
+        try:
+            forget_interrupted()
+        finally:
+            try:
+                announce.__exit__(exc_type, *exc_info)
+            finally:
+                self._restore(announce)
+        if exc_type is None:
+            announce.report.warn(self.exts, State.outside() is not None)
+        State.outside = staticmethod(no_op)
+
+    def _restore(self, announce: _Announce) -> None:
+        """Let what was active before be active again."""
+        current = state()
+        if announce in self._entered:
+            self._entered.remove(announce)
+        if announce not in current.contexts:
+            return
         position = current.contexts.index(announce)
         del current.contexts[position]
         if position == len(current.contexts):
@@ -291,9 +313,6 @@ class backpack(AbstractContextManager):  # noqa: N801
         for other in current.contexts:  # a generator that entered later goes on
             if other.task is announce:
                 other.task = announce.task
-        if exc_type is None:
-            announce.report.warn(self.exts, State.outside() is not None)
-        State.outside = staticmethod(no_op)
 
 
 def compile_step(

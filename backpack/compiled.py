@@ -8,7 +8,7 @@ statistics, become inputs of the graph, which :func:`torch.compile` compiles.
 from __future__ import annotations
 
 from contextlib import contextmanager
-from threading import RLock
+from threading import RLock, get_ident
 from typing import Any, Callable, Iterable, Iterator, NamedTuple
 from warnings import catch_warnings, simplefilter
 
@@ -95,6 +95,7 @@ class _Graph(NamedTuple):
             fields of each leaf.
         modules: Modules that were called, and those inside.
         state: What the graph is right for, see :func:`_state`.
+        kept: Tensors of the modules, which ``state`` tells by their identity.
     """
 
     run: Callable[..., list[Tensor]]
@@ -104,6 +105,7 @@ class _Graph(NamedTuple):
     spec: Any
     modules: list[Module]
     state: tuple
+    kept: list[Tensor]
 
 
 class CompiledStep:
@@ -230,7 +232,11 @@ class CompiledStep:
         found = [places.get(id(leaf), leaf) for leaf in leaves]
         on_cpu = all(x.device.type == "cpu" for x in (*tensors, *lifted))
         run = self._compiler(graph, on_cpu)
-        return _Graph(run, lifted, found, whole.calls, specs[0], list(modules), state)
+        own = [(vars(m), m._parameters, m._buffers) for m in modules]
+        named = [x for places in own for known in places for x in known.values()]
+        kept = [x for x in named if isinstance(x, Tensor)]
+        rest = specs[0], list(modules), state, kept
+        return _Graph(run, lifted, found, whole.calls, *rest)
 
     def _fields(self, leaf: Tensor) -> dict[str, Any]:
         """Collect what the extensions have saved on a leaf."""
@@ -342,7 +348,7 @@ def _plain(module: Module) -> dict[str, Any]:
     stored = getattr(vars(module).get(STORED), "values", {})  # for extensions
     for name, x in vars(module).items():
         if isinstance(x, Tensor) and name not in stored:
-            own[name] = id(x)
+            own[name] = id(x), *_form(x)
         elif type(x) in (int, float, bool, str):
             own[name] = x
     return own
@@ -427,10 +433,12 @@ def _as_before(
                 before.append((module, name, x, x.clone()))
 
     def look(module: Module, args: Any) -> None:
-        for child in module.modules():
-            if child not in modules:
-                note(child)
+        if get_ident() == thread:
+            for child in module.modules():
+                if child not in modules:
+                    note(child)
 
+    thread = get_ident()  # others may train models of their own
     for module in modules:
         note(module)
     handle = register_module_forward_pre_hook(look)

@@ -311,24 +311,23 @@ _PARTS = {base: _find_parts(base) for base in (*LAYERS, *LOSSES)}
 
 
 @lru_cache(maxsize=256)
-def _find_own(cls: type, losses: bool) -> tuple[Row | None, Any, Any]:
-    """Look up a class, unless it changes what its base computes.
+def _find_base(cls: type, losses: bool) -> tuple[Row | None, Any, Any, Any]:
+    """Look up what a class is derived from.
 
     Args:
         cls: The class.
         losses: Whether to look among losses, or among layers.
 
     Returns:
-        Its row, or ``None``, the methods that an instance must not change, either, and
-        what must be as it was when this package was imported.
+        The row, or ``None``; the layer there, the methods that classes derived from it
+        and instances must not change, and what must be as it was when this package was
+        imported.
     """
     table: Mapping[type, Row] = LOSSES if losses else LAYERS
     for base in cls.__mro__:
         if base in table:
-            names = _methods(base)
-            own = all(getattr(cls, name) is getattr(base, name) for name in names)
-            return (table[base] if own else None), names, _PARTS[base]
-    return None, (), ()
+            return table[base], base, _methods(base), _PARTS[base]
+    return None, None, (), ()
 
 
 def find_row(module: Module, losses: bool = False) -> Row | None:
@@ -342,9 +341,12 @@ def find_row(module: Module, losses: bool = False) -> Row | None:
         Its row, or ``None`` where only the generic rule is right.
     """
     cls: Any = type(module)
-    row, names, parts = _find_own(cls, losses)
+    row, base, names, parts = _find_base(cls, losses)
     if row is None or not vars(module).keys().isdisjoint(names):
         return None
+    for name in names if cls is not base else ():  # a class may be changed at any time
+        if getattr(cls, name) is not getattr(base, name):
+            return None
     for owner, name, part in parts:
         if getattr(owner, name) is not part:
             return None

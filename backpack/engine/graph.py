@@ -17,6 +17,7 @@ from typing import (
 import torch
 from torch import Tensor
 from torch.autograd import Function, forward_ad
+from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.nn import Module
 from torch.utils._pytree import tree_flatten, tree_unflatten
@@ -383,9 +384,8 @@ def shape_at(edge: GradientEdge) -> torch.Size:
     return torch.Size(() if metadata.is_cpp_nested_tensor else metadata.shape)
 
 
-@lru_cache(maxsize=None)
 def saved_by(node_type: type) -> tuple[Sequence[str], Sequence[str]]:
-    """List the plain arguments that nodes keep, and the tensors.
+    """List the plain arguments that nodes keep, and the tensors; of one's own, none.
 
     Args:
         node_type: Type of the nodes.
@@ -393,6 +393,13 @@ def saved_by(node_type: type) -> tuple[Sequence[str], Sequence[str]]:
     Returns:
         Names of attributes: of plain arguments, and of tensors, or lists of them.
     """
+    if issubclass(node_type, BackwardCFunction):  # what it closes over is not kept
+        return (), ()
+    return _saved_by(node_type)
+
+
+@lru_cache(maxsize=None)
+def _saved_by(node_type: type) -> tuple[Sequence[str], Sequence[str]]:
     names = [name for name in dir(node_type) if name.startswith("_saved_")]
     plain = [name for name in names if not hasattr(node_type, f"_raw{name}")]
     return plain, [name for name in names if name not in plain]

@@ -174,7 +174,7 @@ def enter_call(
         return None
     PLAIN.discard(module)
     caller = _caller()
-    forget_interrupted(caller)
+    forget_interrupted(caller.f_back)  # one in the same frame has been, too
     frames, tracker = _THREAD.frames, _THREAD.tracker
     if not frames:
         _THREAD.returned.clear()

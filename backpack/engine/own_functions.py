@@ -59,7 +59,7 @@ class OwnFunctions:
             separating: Those of them that separate samples.
         """
         self._who, self._separating = extensions, separating
-        self._running = ("", -1)
+        self._running, self._state = ("", -1), state()
         self._functions = [x for x in nodes if extensions and is_function(x)]
         self._operands: dict[Node, list[Source]] = {}
         self._followed: set[Node] = set()
@@ -114,7 +114,8 @@ class OwnFunctions:
 
     def _see(self, param: Tensor, *_: Any) -> None:
         function, task = self._running
-        if function and task != _current_graph_task_id():
+        inside = task != _current_graph_task_id() and state() is self._state
+        if function and inside:  # and not in another thread
             text = {"ext": names_of(self._who), "function": function}
             raise NotImplementedError(
                 INNER_PASS.format(names=describe([param]), **text)

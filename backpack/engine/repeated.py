@@ -14,8 +14,8 @@ from typing import Any, Callable, Iterable, Iterator, Sequence
 import torch
 from torch import Tensor
 from torch.autograd.graph import Node
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from backpack.core.derivatives.stored import Drawing
 from backpack.engine.graph import name_of
 from backpack.engine.other_numbers import states_for
 from backpack.engine.vjp import is_users
@@ -58,11 +58,13 @@ def once_more(
         yield given
         return
     function, states = name_of(node), states_for(given)
+    writes, drawn = _Writes(function, given), []
     try:
-        with _Writes(function, given):
+        with writes:
             yield given
     finally:
-        drawn = [g for g, x in states.items() if not torch.equal(g.get_state(), x)]
+        if writes.drew:
+            drawn = [g for g, x in states.items() if not torch.equal(g.get_state(), x)]
         for generator in drawn:
             generator.set_state(states[generator])
     if drawn and not may_draw:
@@ -116,10 +118,8 @@ def _apply(node: Any, may_draw: bool, *gradients: Any) -> Any:
         return type(node).apply(node, *given)
 
 
-class _Writes(TorchDispatchMode):
+class _Writes(Drawing):
     """Refuses operations that write to memory that was there before."""
-
-    supports_higher_order_operators = True
 
     def __init__(self, function: str, given: Any):
         """Begin with nothing of its own but what was given."""
@@ -135,7 +135,7 @@ class _Writes(TorchDispatchMode):
         if any(_memory(x) not in self._own for x in written):
             text = {"function": self._function, "operation": f"`{schema.name}`"}
             raise NotImplementedError(WRITES.format(**text))
-        found = func(*args, **kwargs)
+        found = super().__torch_dispatch__(func, types, args, kwargs)
         is_new = schema is not None and schema.name == "aten::lift_fresh"  # of numbers
         known = set() if is_new else set(map(_memory, _tensors((args, kwargs))))
         self._own.update(set(map(_memory, _tensors(found))) - known)

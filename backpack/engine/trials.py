@@ -13,6 +13,7 @@ from __future__ import annotations
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from math import inf, nan
+from threading import Lock
 from typing import Any, Callable, Iterator, NamedTuple, Sequence
 
 import torch
@@ -173,7 +174,7 @@ class Trial:
             What it returns.
         """
         args, kwargs = tree_unflatten(flat, self._spec)
-        with _without_cudnn() if self._name in RECURRENT else nullcontext():
+        with _WithoutCudnn() if self._name in RECURRENT else nullcontext():
             return self._func(*args, **kwargs)
 
     def find(self) -> tuple[list[Placement], bool]:
@@ -496,15 +497,25 @@ class Trial:
         return found, hides
 
 
-@contextmanager
-def _without_cudnn() -> Iterator[None]:
-    # `cudnn.flags` asks for precisions, too, which may raise
-    before = torch._C._get_cudnn_enabled()
-    torch._C._set_cudnn_enabled(False)
-    try:
-        yield
-    finally:
-        torch._C._set_cudnn_enabled(before)
+class _WithoutCudnn:
+    """Switches cuDNN off for all threads; the last one that leaves restores it."""
+
+    _lock, _inside, _before = Lock(), 0, False
+
+    def __enter__(self) -> None:
+        own = type(self)
+        with own._lock:  # `cudnn.flags` asks for precisions, too, which may raise
+            if not own._inside:
+                own._before = torch._C._get_cudnn_enabled()
+                torch._C._set_cudnn_enabled(False)
+            own._inside += 1
+
+    def __exit__(self, *_: Any) -> None:
+        own = type(self)
+        with own._lock:
+            own._inside -= 1
+            if not own._inside:
+                torch._C._set_cudnn_enabled(own._before)
 
 
 def _is_whole(x: Tensor) -> Tensor:

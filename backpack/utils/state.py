@@ -26,6 +26,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from backpack.utils.compiling import COMPILED_AUTOGRAD, ONCE, is_compiled_autograd
 from backpack.utils.hooks import names_of, no_op
 from backpack.utils.parallel import without_sinks
+from backpack.utils.types import unwatched
 
 C = TypeVar("C", bound=Callable)
 
@@ -147,8 +148,7 @@ class State:
         before = self.pulling, self.quiet
         self.pulling, self.quiet = True, quiet
         try:
-            # nor does anybody look for NaN: not possible in several columns at once
-            with torch.autograd.set_detect_anomaly(False), without_sinks():
+            with unwatched(), without_sinks():
                 yield
         except RuntimeError as error:
             text = next((t for part, t in ONCE.items() if part in str(error)), None)
@@ -324,7 +324,8 @@ def ask(x: Tensor, key: Hashable, question: Callable[[], Any]) -> Any:
     if may_look(x, waits=True) or key not in _ANSWERS:
         if len(_ANSWERS) >= _MOST_ANSWERS:
             _ANSWERS.clear()
-        _ANSWERS[key] = question()
+        answer = _ANSWERS[key] = question()  # another thread may replace or forget it
+        return answer
     return _ANSWERS[key]
 
 

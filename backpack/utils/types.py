@@ -1,6 +1,6 @@
 """Types of numbers, and conversions that cost next to nothing where there are none."""
 
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import lru_cache
 from types import FunctionType, ModuleType
 from typing import (
@@ -44,19 +44,27 @@ HALF = (torch.float16, torch.bfloat16)
 def undisturbed() -> AbstractContextManager[Any]:
     """Let operations get the types of their operands, and nobody look for NaN.
 
-    To look for it is not possible in several columns at once.
-
     Returns:
         Context for what is no part of the user's program.
     """
     plain = torch._C._DisableAutocast()
-    return _without_anomalies(plain) if torch.is_anomaly_enabled() else plain
+    return _both(plain) if torch.is_anomaly_enabled() else plain
 
 
 @contextmanager
-def _without_anomalies(plain: AbstractContextManager[Any]) -> Iterator[None]:
-    with plain, torch.autograd.set_detect_anomaly(False):
+def _both(plain: AbstractContextManager[Any]) -> Iterator[None]:
+    with plain, unwatched():
         yield
+
+
+def unwatched() -> AbstractContextManager[Any]:
+    """Let nobody look for NaN, which is not possible in several columns at once.
+
+    Returns:
+        The context; a switch that is off is left alone, as it is one of all threads.
+    """
+    on = torch.is_anomaly_enabled()
+    return torch.autograd.set_detect_anomaly(False) if on else nullcontext()
 
 
 def as_type(value: Any, dtype: torch.dtype) -> Any:

@@ -25,7 +25,7 @@ from torch.overrides import _get_current_function_mode_stack
 from backpack import backpack, compile_step, extend
 from backpack.engine import hooks
 from backpack.engine.trials import _WithoutCudnn
-from backpack.extensions import BatchGrad, DiagGGNExact, DiagHessian
+from backpack.extensions import KFRA, BatchGrad, DiagGGNExact, DiagHessian
 from backpack.utils.state import State, state
 
 N = 5
@@ -301,6 +301,54 @@ def test_layer_that_is_interrupted(interrupt: Any) -> None:
     assert model.running == [model]
     w: Any = model.w
     assert_agrees(w.grad_batch.sum(0), w.grad)
+
+
+class Branches(nn.Module):
+    """A model that may leave out its second layer."""
+
+    def __init__(self, both: bool):
+        """Make the layers."""
+        super().__init__()
+        self.both = both
+        self.a, self.b = nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Compute the output."""
+        return self.b(self.a(x)) if self.both else self.a(x)
+
+
+def test_warning_after_models_that_are_gone() -> None:
+    """Their parameters are not taken for those that have their places."""
+    loss, x = extend(nn.MSELoss()), torch.randn(N, 3)
+    with pytest.warns(UserWarning, match="b.weight, b.bias: the backward pass did not"):
+        with backpack(BatchGrad()):
+            for both in [True] * 20 + [False]:
+                model = extend(Branches(both))
+                loss(model(x), torch.zeros(N, 3)).backward()
+                if both:
+                    del model
+                    gc.collect()
+
+
+@pytest.mark.parametrize("make", [DiagHessian, KFRA, DiagGGNExact])
+def test_extension_in_a_pass_inside_of_its_own(make: Callable[[], Any]) -> None:
+    """What waits for one pass is not forgotten at the end of another."""
+    ext, loss, x = make(), extend(nn.MSELoss()), torch.randn(N, 3, dtype=F64)
+    other, found = extend(nn.Linear(3, 4).to(F64)), []
+
+    def inside(module: nn.Module) -> None:
+        if isinstance(module, nn.Linear) and module is not other:
+            with torch.enable_grad(), backpack(ext):
+                loss(other(x), torch.zeros(N, 4, dtype=F64)).backward()
+
+    torch.manual_seed(0)
+    model = extend(nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 4)).to(F64))
+    for hook in (None, inside):
+        with backpack(ext, extension_hook=hook):
+            loss(model(x), torch.zeros(N, 4, dtype=F64)).backward()
+        found.append([getattr(p, ext.savefield) for p in model.parameters()])
+    for expected, mine in zip(*found):
+        assert_agrees(mine, expected)
 
 
 def test_function_of_a_forward_pass_is_not_kept() -> None:

@@ -296,8 +296,8 @@ class BackwardPass:
 
     def finish(self) -> None:
         """Forget what is left."""
-        for ext in self.walked:
-            ext.saved_quantities.clear()
+        for ext, key in self.walked:  # another pass may have the same extension
+            ext.saved_quantities.retrieve_quantity(key, delete_old=True)
         if self._check is not None:
             self._check.remove()
         self._functions.remove()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any, Iterable, Sequence
+from weakref import ref
 
 from torch.nn import Module, Parameter
 
@@ -114,6 +115,17 @@ class Report:
         self.plain: set[int] = set()
         self.in_losses: set[int] = set()
         self.ran = self.derived = self.failed = False
+        self._known: dict[int, ref] = {}  # what has these identities
+
+    def _forget_gone(self) -> None:
+        """Forget what is gone, before something else has its identity."""
+        gone = {number for number, x in self._known.items() if x() is None}
+        for number in gone:
+            del self._known[number]
+        own = self.reached, self.used, self.behind_complex, self.met
+        for numbers in (*own, self.wanted, self.plain, self.in_losses):
+            numbers -= gone
+        self.saved = {pair for pair in self.saved if pair[1] not in gone}
 
     def begin(self, extensions: Iterable[Any]) -> None:
         """Begin a backward pass: note which parameters should get a result.
@@ -124,9 +136,12 @@ class Report:
             extensions: The extensions that are active.
         """
         self.ran = True
+        self._forget_gone()
         for root in list(EXTENDED):
             modules = modules_in(root)
             params = parameters_of(modules)
+            for x in (*modules, *params):
+                self._known.setdefault(id(x), ref(x))
             if not params:
                 self.plain.update(map(id, modules))
             self.wanted.update([id(param) for param in params if param.requires_grad])
@@ -143,6 +158,7 @@ class Report:
         """
         if extensions and not self.ran and (self.derived or ran_outside):
             warn_user(ONLY_DERIVATIVE if self.derived else ONLY_OUTSIDE)
+        self._forget_gone()
         if self.failed or not (extensions and self.reached):
             return
         keys, wanted = [id(ext) for ext in extensions], self.wanted

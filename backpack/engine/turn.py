@@ -414,7 +414,7 @@ class Turn:
                 except NotImplementedError as error:
                     text = f"At the output of {before.module}: {error}"
                     raise NotImplementedError(text) from error
-                self.backward_pass.walked.add(extension)
+                self.backward_pass.walked.add((extension, id(before)))
 
     def save_alone(self, extension: Any, param: Parameter, value: Any) -> None:
         """Save a value that cannot be combined with that of another call.

@@ -123,7 +123,7 @@ class State:
         """Begin a context, also in a hook of another backward pass, which goes on."""
         self.in_context = True
         self.inside = torch._C._current_graph_task_id()
-        if self.inside != -1:
+        if self.inside != -1 or self.backward_pass is not None:  # or it is ending
             self.backward_pass = self.unannounced = self.caller = None
             self.pulling = self.quiet = False
 

@@ -849,6 +849,10 @@ def test_sharing():
     assert_agrees(first, second, "bias")
     assert first.data_ptr() != second.data_ptr()
 
+    x = torch.randn(3, dtype=torch.complex128)
+    for y in (x, x.conj()):  # in the same memory
+        assert_agrees(weight.share("sum", y, y.sum), y.sum(), "conjugate")
+
 
 @pytest.mark.parametrize("size", [tuning.BLOCKED_ELEMENTS, 2**22 + 3])
 @pytest.mark.parametrize("batch_size", [1, 2, 8, 20])

@@ -391,7 +391,7 @@ def saved_by(node_type: type) -> tuple[Sequence[str], Sequence[str]]:
         node_type: Type of the nodes.
 
     Returns:
-        Names of attributes: of plain arguments, and of tensors, or lists of them.
+        Names of the attributes for plain arguments, and for tensors, or lists of them.
     """
     if issubclass(node_type, BackwardCFunction):  # what it closes over is not kept
         return (), ()

@@ -331,7 +331,7 @@ class PerSample(ABC):
         """
         shared = {} if self.shared is None else self.shared
         steps = [step for step, size in zip(x.stride(), x.shape) if size > 1]
-        key = (what, x.data_ptr(), x.shape, *steps)
+        key = (what, x.data_ptr(), x.dtype, x.is_conj(), x.shape, *steps)
         if key in shared:
             return shared[key][1].clone() if copies else shared[key][1]
         shared[key] = x, compute()

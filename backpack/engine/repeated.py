@@ -14,8 +14,8 @@ from typing import Any, Callable, Iterable, Iterator, Sequence
 import torch
 from torch import Tensor
 from torch.autograd.graph import Node
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from backpack.core.derivatives.stored import Drawing
 from backpack.engine.graph import name_of
 from backpack.engine.other_numbers import states_for
 from backpack.engine.vjp import is_users
@@ -118,8 +118,16 @@ def _apply(node: Any, may_draw: bool, *gradients: Any) -> Any:
         return type(node).apply(node, *given)
 
 
-class _Writes(Drawing):
-    """Refuses operations that write to memory that was there before."""
+class _Writes(TorchDispatchMode):
+    """Refuses operations that write to memory that was there before.
+
+    Attributes:
+        drew: Whether operations may have drawn random numbers, as other threads may at
+            any time.
+    """
+
+    supports_higher_order_operators = True
+    drew = False
 
     def __init__(self, function: str, given: Any):
         """Begin with nothing of its own but what was given."""
@@ -135,7 +143,10 @@ class _Writes(Drawing):
         if any(_memory(x) not in self._own for x in written):
             text = {"function": self._function, "operation": f"`{schema.name}`"}
             raise NotImplementedError(WRITES.format(**text))
-        found = super().__torch_dispatch__(func, types, args, kwargs)
+        foreign = getattr(func, "namespace", None) not in ("aten", "prims", "prim")
+        seeded = torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
+        self.drew = self.drew or seeded or foreign
+        found = func(*args, **kwargs)
         is_new = schema is not None and schema.name == "aten::lift_fresh"  # of numbers
         known = set() if is_new else set(map(_memory, _tensors((args, kwargs))))
         self._own.update(set(map(_memory, _tensors(found))) - known)

@@ -14,7 +14,6 @@ from torch.func import functional_call
 from torch.nn import Module, Parameter
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from backpack.converter.function import FunctionModule
@@ -239,24 +238,7 @@ def checked(module: Layer, output: Any) -> Tensor:
     return output
 
 
-class Drawing(TorchDispatchMode):
-    """Notes whether operations may draw random numbers; other threads may always.
-
-    Attributes:
-        drew: Whether some may have.
-    """
-
-    supports_higher_order_operators = True
-    drew = False
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        """Run an operation."""
-        known = getattr(func, "namespace", None) in ("aten", "prims", "prim")
-        seeded = torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
-        self.drew = self.drew or seeded or not known
-        return func(*args, **(kwargs or {}))
+_MOST_REPETITIONS = 4  # while random numbers seem to be drawn
 
 
 class _Repeating(TorchFunctionMode):
@@ -352,10 +334,14 @@ def repeat(
     generator = generator_of(module.output.device)
     before, random = _numbers(scratch), generator.get_state()
     own_before = _numbers(module)
-    with state().default_device(), Drawing() as drawing, _Repeating() as repeating:
-        output = run()
-    drew = drawing.drew and not torch.equal(random, generator.get_state())
-    if drew:
+    for _ in range(_MOST_REPETITIONS):
+        last = generator.get_state()
+        with state().default_device(), _Repeating() as repeating:
+            output = run()
+        drew = not torch.equal(last, generator.get_state())
+        if not drew:  # or another thread draws now and then
+            break
+    else:
         generator.set_state(random)
     drew |= _restored(module, own_before)
     if repeating.drew or drew or _is_stateful(scratch, before, args, kwargs):

@@ -118,7 +118,7 @@ class RecurrentDerivatives(BaseParameterDerivatives):
 
         Args:
             name: Name of the parameter, for instance ``"weight_ih_l0_reverse"``, or one
-                of :data:`STATES`.
+                of ``STATES``.
             module: The module.
             inputs: Its input ``[N, T, d]`` (with ``batch_first``), ``[T, N, d]``, or
                 packed, and maybe its initial state(s) ``[layers * directions, N, h]``.

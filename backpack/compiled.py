@@ -232,11 +232,9 @@ class CompiledStep:
         found = [places.get(id(leaf), leaf) for leaf in leaves]
         on_cpu = all(x.device.type == "cpu" for x in (*tensors, *lifted))
         run = self._compiler(graph, on_cpu)
-        own = [(vars(m), m._parameters, m._buffers) for m in modules]
-        named = [x for places in own for known in places for x in known.values()]
-        kept = [x for x in named if isinstance(x, Tensor)]
-        rest = specs[0], list(modules), state, kept
-        return _Graph(run, lifted, found, whole.calls, *rest)
+        kept = [x for module in modules for _, x in _tensors(module)]
+        called, spec = list(modules), specs[0]
+        return _Graph(run, lifted, found, whole.calls, spec, called, state, kept)
 
     def _fields(self, leaf: Tensor) -> dict[str, Any]:
         """Collect what the extensions have saved on a leaf."""
@@ -333,22 +331,31 @@ def _state(modules: Iterable[Module]) -> tuple:
             *map(id, module._modules.values()),
             *(
                 (name, id(x), x.requires_grad, *_form(x))
-                for tensors in (module._parameters, module._buffers)
-                for name, x in tensors.items()
-                if x is not None
+                for name, x in _tensors(module)
             ),
         )
         for module in modules
     )
 
 
+def _attributes(module: Module) -> dict[str, Any]:
+    """List attributes, without what is stored for extensions."""
+    stored = getattr(vars(module).get(STORED), "values", {})
+    return {name: x for name, x in vars(module).items() if name not in stored}
+
+
+def _tensors(module: Module) -> Iterator[tuple[str, Tensor]]:
+    """List parameters, buffers, and users' tensors that are attributes."""
+    for known in (_attributes(module), module._parameters, module._buffers):
+        yield from ((name, x) for name, x in known.items() if isinstance(x, Tensor))
+
+
 def _plain(module: Module) -> dict[str, Any]:
     """Describe attributes that are numbers, like the mode, words and users' tensors."""
     own: dict[str, Any] = {}
-    stored = getattr(vars(module).get(STORED), "values", {})  # for extensions
-    for name, x in vars(module).items():
-        if isinstance(x, Tensor) and name not in stored:
-            own[name] = id(x), *_form(x)
+    for name, x in _attributes(module).items():
+        if isinstance(x, Tensor):
+            own[name] = id(x)
         elif type(x) in (int, float, bool, str):
             own[name] = x
     return own

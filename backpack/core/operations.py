@@ -509,7 +509,7 @@ def find_operation(
         args: Positional arguments.
         kwargs: Keyword arguments.
         keys: Which arguments are constants that need a gradient: positions, keywords,
-            and ``None`` for one inside of a list.
+            those of a list with the place there; ``None`` for one deeper inside.
 
     Returns:
         The operation, ``None`` if there is no rule that covers all constants.

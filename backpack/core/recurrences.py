@@ -157,7 +157,7 @@ def samples_of_sequences(
         is not of one sample, or samples do not have as many.
     """
     if isinstance(x, PackedSequence):
-        samples = _of_packed(x, where, n)
+        samples = of_packed(x, where, n)
     else:
         # with one sample, however its layout was noted
         one = n == 1 and type(where) is Layout
@@ -172,8 +172,17 @@ def samples_of_sequences(
     return EACH if len(samples) == n and torch.equal(samples, each) else samples
 
 
-def _of_packed(x: PackedSequence, where: Placement, n: int) -> Tensor | None:
-    """Tell which sample each sequence of a packed one is of."""
+def of_packed(x: PackedSequence, where: Placement, n: int) -> Tensor | None:
+    """Tell which sample each sequence of a packed one is of.
+
+    Args:
+        x: The packed sequence.
+        where: Where samples are in its data, or in what became of it.
+        n: Number N of samples.
+
+    Returns:
+        Numbers of the samples; ``None`` if its steps are not of the same one.
+    """
     rows, (_, numbers) = along(x.data, 0, where, n), rows_of(x)
     if rows is None:
         return None

@@ -36,7 +36,7 @@ class Constant:
         stand_in: Where the operation's alias of it sits in the graph; ``None`` if the
             operation's own parameter is used.
         key: Which argument it is: a position, or a keyword, which a list's have in a
-            tuple with their place in the list. ``None`` if it enters twice.
+            tuple with their place in the list. ``None`` if it is deeper inside.
         shape: Its shape.
         spread: Where the alias sits in a shape of which each entry is of one sample:
             that of the result, where entries of the same place meet. ``None`` if that
@@ -168,8 +168,6 @@ def stand_in(
     within = [((key, i), y) for key, x in lists for i, y in enumerate(x)]
     keys: dict[int, Any] = {id(x): key for key, x in reversed((*within, *given))}
     flat = sum([id(x) in wanted for _, x in given]) == len(constants)
-    if len(wanted) < len(constants):  # no rule is for one that enters twice
-        keys = {i: key for i, key in keys.items() if _once(i, constants)}
     if written is not None:
         wanted.pop(id(args[0]))
     aliases = {number: alias_of(x) for number, x in wanted.items()}
@@ -330,7 +328,3 @@ def _piece(
         return None
     piece = where if where.shape[axis] == 1 else where.narrow(axis, start, size)
     return piece.squeeze(axis) if is_stack else piece
-
-
-def _once(number: int, constants: Sequence[Tensor]) -> bool:
-    return [id(x) for x in constants].count(number) == 1

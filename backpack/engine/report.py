@@ -120,6 +120,8 @@ class Report:
     def _forget_gone(self) -> None:
         """Forget what is gone, before something else has its identity."""
         gone = {number for number, x in self._known.items() if x() is None}
+        if not gone:
+            return
         for number in gone:
             del self._known[number]
         own = self.reached, self.used, self.behind_complex, self.met

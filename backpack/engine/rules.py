@@ -13,6 +13,7 @@ from typing import Any, Callable, Container, Sequence
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 
 from backpack.core.kinds import Contraction
 from backpack.core.layout import (
@@ -31,6 +32,7 @@ from backpack.core.layout import (
     unentered,
 )
 from backpack.core.operations import find_operation
+from backpack.core.recurrences import of_packed
 from backpack.engine import functions, picked
 from backpack.engine.saved import are_kept
 from backpack.engine.trials import DENSE_ELEMENTS, Performed, Trial
@@ -335,16 +337,13 @@ def _recurrent(done: Performed, trial: Trial, n: int) -> list[Placement] | None:
     sizes, own = done.args[1], trial.numbers[0]
     if own is None or not isinstance(sizes, Tensor) or sizes.dim() != 1:
         return None
-    rows, lengths = own[:, 0], sizes.tolist()
-    first = rows[: lengths[0]]
-    if bool((own != rows[:, None]).any() | (rows < 0).any()):
-        return None
-    if bool((rows != torch.cat([first[:length] for length in lengths])).any()):
+    first = of_packed(PackedSequence(done.args[0], sizes), own, n)
+    if first is None or bool((first < 0).any()):
         return None
     for state in trial.numbers[1:]:
         if state is not None and conflict(state, first[:, None]):
             return None
-    placements = [rows[:, None], *[first[None, :, None]] * (len(done.outs) - 1)]
+    placements = [own[:, :1], *[first[None, :, None]] * (len(done.outs) - 1)]
     return [simplify(p.expand(x.shape), n) for p, x in zip(placements, done.outs)]
 
 

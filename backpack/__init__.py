@@ -23,14 +23,17 @@ from backpack.compiled import CompiledStep
 from backpack.context import CTX
 from backpack.converter.convert import convert_module_to_backpack
 from backpack.core.derivatives.generic import tensor_outputs
-from backpack.engine.backward_pass import BackwardPass
-from backpack.engine.functions import is_of_inputs
-from backpack.engine.graph import root_edges
-from backpack.engine.hooks import forget_interrupted, register
-from backpack.engine.hooks import register_hooks as _register_hooks  # noqa: F401
-from backpack.engine.hooks import scriptable
-from backpack.engine.record import Call, clear_stored
-from backpack.engine.report import Report
+from backpack.engine.backward.backward_pass import BackwardPass
+from backpack.engine.backward.report import Report
+from backpack.engine.forward.hooks import (
+    forget_interrupted,
+    register,
+    register_hooks,
+    scriptable,
+)
+from backpack.engine.nodes.functions import is_of_inputs
+from backpack.engine.nodes.graph import root_edges
+from backpack.engine.nodes.record import Call, clear_stored
 from backpack.extensions.backprop_extension import BackpropExtension
 from backpack.summary import summary
 from backpack.utils.compiling import skipped, untraced
@@ -58,6 +61,7 @@ __all__ = [
 
 __version__ = "1.8.0"
 M = TypeVar("M", bound=Module)
+_register_hooks = register_hooks  # the name that 1.7 has
 
 make_backward_overridable()
 make_packed_sequences_trees()

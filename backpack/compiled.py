@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from backpack.core.derivatives.stored import STORED
 from backpack.core.fast.whole import KeepWhole
-from backpack.engine.graph import describe, leaves_behind
+from backpack.engine.nodes.graph import describe, leaves_behind
 from backpack.extensions.backprop_extension import BackpropExtension
 from backpack.utils.errors import warn_user
 from backpack.utils.hooks import represent

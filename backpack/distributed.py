@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, distributed
 from torch.distributed import ProcessGroup
 
-from backpack.engine.graph import qualified
+from backpack.engine.nodes.graph import qualified
 from backpack.extensions.backprop_extension import BackpropExtension
 from backpack.extensions.shards import Piece, nothing, outline, unknown_in
 from backpack.utils.subsampling import num_selected

@@ -23,8 +23,8 @@ from torch.nn import functional as F
 from torch.overrides import _get_current_function_mode_stack
 
 from backpack import backpack, compile_step, extend
-from backpack.engine import hooks
-from backpack.engine.trials import _WithoutCudnn
+from backpack.engine.forward import hooks
+from backpack.engine.samples.trials import _WithoutCudnn
 from backpack.extensions import KFRA, BatchGrad, DiagGGNExact, DiagHessian
 from backpack.utils.state import State, state
 

@@ -24,7 +24,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
 from backpack import backpack, extend
-from backpack.engine.record import Call
+from backpack.engine.nodes.record import Call
 from backpack.extensions import EKFAC, SqrtGGNExact
 
 N = 3

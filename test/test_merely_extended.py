@@ -20,8 +20,8 @@ from torch.nn.utils.rnn import pack_padded_sequence
 from torch.utils.flop_counter import FlopCounterMode
 
 from backpack import backpack, disable, extend
-from backpack.engine import saved as of_saved
-from backpack.engine.record import Call
+from backpack.engine.nodes import saved as of_saved
+from backpack.engine.nodes.record import Call
 from backpack.extensions import BatchGrad
 
 D = 4

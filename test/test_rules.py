@@ -17,11 +17,11 @@ from torch.utils._pytree import tree_leaves
 
 from backpack import extend
 from backpack.core.layout import Layout, Mixed, Placement, sample_numbers, simplify
-from backpack.engine import trials
-from backpack.engine.functions import kind_of
-from backpack.engine.rules import quick_rule, rule
-from backpack.engine.trials import Performed, Trial
-from backpack.engine.uses import Use
+from backpack.engine.nodes.functions import kind_of
+from backpack.engine.nodes.uses import Use
+from backpack.engine.samples import trials
+from backpack.engine.samples.rules import quick_rule, rule
+from backpack.engine.samples.trials import Performed, Trial
 
 Called = Tuple[Callable, Tuple[Any, ...], Dict[str, Any]]
 A, B, C = 6, 4, 5  # sizes of axes

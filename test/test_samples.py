@@ -45,8 +45,8 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from backpack import backpack, extend
-from backpack.engine.trials import Trial
-from backpack.engine.uses import Use
+from backpack.engine.nodes.uses import Use
+from backpack.engine.samples.trials import Trial
 from backpack.extensions import BatchGrad, BatchJacobian, DiagGGNExact
 from backpack.utils.types import tensors_in
 

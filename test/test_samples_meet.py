@@ -1395,7 +1395,7 @@ def test_numbers_that_are_not_finite(
     name: str, bad: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They stay in their sample, and nothing is concluded from them for others."""
-    monkeypatch.setattr("backpack.engine.gaps._REMEMBERED", {})
+    monkeypatch.setattr("backpack.engine.samples.gaps._REMEMBERED", {})
     torch.manual_seed(0)
     x = torch.randn(N, D, dtype=F64)
     for data in (BAD[bad](x), x):
@@ -1412,7 +1412,7 @@ def test_numbers_that_are_not_finite_where_samples_meet(
     name: str, bad: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is no number hides nothing."""
-    monkeypatch.setattr("backpack.engine.gaps._REMEMBERED", {})
+    monkeypatch.setattr("backpack.engine.samples.gaps._REMEMBERED", {})
     x = torch.randn(N, D, dtype=F64)
     tail, says = COUPLED_NUMBERS[name]
     with pytest.raises(NotImplementedError, match=says):

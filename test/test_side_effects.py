@@ -39,7 +39,7 @@ from torch.utils.checkpoint import checkpoint
 
 from backpack import backpack, extend, memory_cleanup
 from backpack.context import CTX
-from backpack.engine import hooks
+from backpack.engine.forward import hooks
 from backpack.extensions import KFLR, BatchGrad, BatchL2Grad, DiagGGNExact, Variance
 from backpack.utils.types import generator_of
 

@@ -38,7 +38,10 @@ IMPORTS: Dict[str, Set[str]] = {
     name: set(_imported(name)) & set(FILES) for name in FILES
 }
 # Each room takes from those before it only
-ROOMS = ("utils", "core", "engine", "extensions")
+ROOMS = (
+    *("utils", "core", "engine.nodes", "engine.samples", "engine.forward"),
+    *("engine.backward", "extensions"),
+)
 MAX_LINES = 600
 
 

@@ -41,7 +41,7 @@ from torch.nn import Module
 from torch.utils.checkpoint import checkpoint
 
 from backpack import backpack, disable, extend, extensions
-from backpack.engine import coverage
+from backpack.engine.backward import coverage
 from backpack.extensions import BatchGrad, BatchJacobian
 from backpack.utils.hooks import EXTENDED
 

@@ -39,8 +39,8 @@ from backpack.core.derivatives.generic_loss import GenericLossDerivatives
 from backpack.core.table import LAYERS, LOSSES, find_loss
 from backpack.custom_module.branching import Parallel
 from backpack.custom_module.reduce_tuple import ReduceTuple
-from backpack.engine.turn import Turn
-from backpack.engine.uses import Use
+from backpack.engine.backward.turn import Turn
+from backpack.engine.nodes.uses import Use
 from backpack.extensions.secondorder import walk
 
 FROZEN = Path(__file__).with_name("support_matrix.txt")

@@ -40,8 +40,8 @@ from torch.nn import functional as F
 from torch.nn.attention.flex_attention import create_mask
 
 from backpack import backpack, extend
-from backpack.engine.trials import Trial
-from backpack.engine.uses import Use
+from backpack.engine.nodes.uses import Use
+from backpack.engine.samples.trials import Trial
 from backpack.extensions import BatchGrad
 
 D = 4

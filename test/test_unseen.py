@@ -35,8 +35,8 @@ from torch.nn import Module
 from torch.nn import functional as F
 
 from backpack import backpack, extend
-from backpack.engine import gaps
-from backpack.engine.uses import Use
+from backpack.engine.nodes.uses import Use
+from backpack.engine.samples import gaps
 
 D = 4
 

@@ -49,9 +49,9 @@ from torch.utils.checkpoint import checkpoint
 
 from backpack import backpack, extend
 from backpack.core.per_sample.apart import Apart
-from backpack.engine import saved
-from backpack.engine.trials import Trial
-from backpack.engine.uses import Use
+from backpack.engine.nodes import saved
+from backpack.engine.nodes.uses import Use
+from backpack.engine.samples.trials import Trial
 from backpack.extensions import (
     BatchDiagGGNExact,
     BatchGrad,

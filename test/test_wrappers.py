@@ -47,7 +47,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from backpack import backpack, disable, extend
 from backpack.distributed import reduce
-from backpack.engine.uses import Use
+from backpack.engine.nodes.uses import Use
 from backpack.extensions import (
     HBP,
     KFAC,

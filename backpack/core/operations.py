@@ -3,7 +3,7 @@
 A rule describes what an operation does with its constants, in the terms of the layer
 that does the same: a call of ``torch.nn.functional.linear`` is a linear layer, whoever
 calls it, with samples wherever they are. A rule that does not cover the arguments
-returns ``None``; autograd then does it, see :mod:`backpack.engine.uses`.
+returns ``None``; autograd then does it, see :mod:`backpack.engine.nodes.uses`.
 """
 
 from __future__ import annotations

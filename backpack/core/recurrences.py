@@ -12,11 +12,7 @@ from torch import Tensor
 from torch.nn import Module
 from torch.nn.utils.rnn import PackedSequence
 
-from backpack.core.derivatives.recurrent import (
-    STATES,
-    RecurrentDerivatives,
-    rows_of,
-)
+from backpack.core.derivatives.recurrent import STATES, RecurrentDerivatives, rows_of
 from backpack.core.derivatives.stored import shallow_copy
 from backpack.core.kinds import Key, Operation, merge_rows
 from backpack.core.layout import Layout, Placement

@@ -14,9 +14,9 @@ from torch.nn import Module
 from backpack.core.derivatives.stored import stored_inputs
 from backpack.core.per_sample.base import PerSample
 from backpack.core.table import lookup
-from backpack.engine.backward_pass import BackwardPass
-from backpack.engine.record import Call
-from backpack.engine.turn import Turn, current_turn, is_turn_of
+from backpack.engine.backward.backward_pass import BackwardPass
+from backpack.engine.backward.turn import Turn, current_turn, is_turn_of
+from backpack.engine.nodes.record import Call
 from backpack.extensions.module_extension import ModuleExtension
 from backpack.extensions.saved_quantities import SavedQuantities
 from backpack.extensions.shards import Piece, Shard, shard_of

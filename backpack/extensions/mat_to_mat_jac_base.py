@@ -6,7 +6,7 @@ from typing import Any, List, Optional, Tuple, Type
 from backpack.core.derivatives.input_base import BaseDerivatives
 from backpack.core.linearization import Linearization, freeze
 from backpack.core.table import LAYERS, LOSSES
-from backpack.engine.turn import current_turn
+from backpack.engine.backward.turn import current_turn
 from backpack.extensions.module_extension import ModuleExtension
 from backpack.utils.paths import without_arguments
 from backpack.utils.types import Grads, Layer

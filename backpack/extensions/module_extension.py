@@ -6,7 +6,7 @@ from typing import Any, List, Optional, Sequence
 from torch.nn import Parameter
 
 from backpack.core.linearization import PerInput
-from backpack.engine.turn import Turn, current_turn
+from backpack.engine.backward.turn import Turn, current_turn
 from backpack.utils.errors import warn_user
 from backpack.utils.hooks import name_module
 from backpack.utils.types import Grads, Layer

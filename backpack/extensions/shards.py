@@ -17,7 +17,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from backpack.core.per_sample.base import Dense, PerSample
 from backpack.core.table import find_loss
-from backpack.engine.turn import Turn
+from backpack.engine.backward.turn import Turn
 from backpack.utils.state import state
 from backpack.utils.types import as_type, full_precision
 

@@ -16,7 +16,7 @@ from backpack.core.linearization import (
     Snapshot,
     freeze,
 )
-from backpack.engine.turn import loss_scale
+from backpack.engine.backward.turn import loss_scale
 from backpack.extensions.curvature import Curvature
 from backpack.extensions.curvmatprod.operator import Operator, Step
 from backpack.extensions.secondorder.module_rules import ModuleRule, WalkingExtension

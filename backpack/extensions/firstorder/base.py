@@ -11,8 +11,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from backpack.core.linearization import freeze
 from backpack.core.per_sample.base import PerSample
 from backpack.core.table import LAYERS, REGISTERED
-from backpack.engine.coverage import check_batch_norm
-from backpack.engine.turn import Turn, current_turn
+from backpack.engine.backward.coverage import check_batch_norm
+from backpack.engine.backward.turn import Turn, current_turn
 from backpack.extensions.backprop_extension import (
     FAIL_WARN,
     FROM_OTHERS,

@@ -14,8 +14,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from backpack.core.derivatives.loss_base import as_option
 from backpack.core.per_sample.base import PerSample
 from backpack.core.table import built_in, find_loss
-from backpack.engine.coverage import check_batch_norm
-from backpack.engine.turn import current_turn, loss_scale
+from backpack.engine.backward.coverage import check_batch_norm
+from backpack.engine.backward.turn import current_turn, loss_scale
 from backpack.extensions.backprop_extension import BackpropExtension
 from backpack.extensions.module_extension import ModuleExtension
 from backpack.extensions.secondorder import walk

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_map
 
 from backpack.core.derivatives.loss_base import BaseLossDerivatives
 from backpack.core.table import built_in, find_loss
-from backpack.engine.turn import current_turn
+from backpack.engine.backward.turn import current_turn
 from backpack.extensions.mat_to_mat_jac_base import MatToJacMat
 from backpack.extensions.module_extension import ModuleExtension, ParameterRule
 from backpack.extensions.secondorder import walk

@@ -16,7 +16,7 @@ from backpack.core.derivatives.generic import input_batch_axis
 from backpack.core.layout import halves, has_bit
 from backpack.core.linearization import Columns, Linearization, freeze_at
 from backpack.core.table import GENERIC, works_in_place
-from backpack.engine.turn import Turn, refuse_operation
+from backpack.engine.backward.turn import Turn, refuse_operation
 from backpack.extensions.backprop_extension import BackpropExtension
 from backpack.utils.disable import disable
 from backpack.utils.errors import raise_error_if_coupled

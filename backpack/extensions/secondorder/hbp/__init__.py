@@ -10,7 +10,7 @@ from torch import Tensor
 
 from backpack.core.derivatives.loss_base import BaseLossDerivatives
 from backpack.core.per_sample.base import PerSample
-from backpack.engine.turn import current_turn
+from backpack.engine.backward.turn import current_turn
 from backpack.extensions.curvature import Curvature
 from backpack.extensions.secondorder.columns import ColumnExtension, Source
 from backpack.extensions.secondorder.hbp import factors

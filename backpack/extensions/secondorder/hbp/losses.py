@@ -6,7 +6,7 @@ from typing import Any, Callable
 from einops import einsum
 from torch import Tensor, nn
 
-from backpack.engine.turn import loss_scale
+from backpack.engine.backward.turn import loss_scale
 from backpack.extensions.curvature import Curvature
 from backpack.extensions.mat_to_mat_jac_base import for_layer
 from backpack.extensions.secondorder.hbp import hbp_options

@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from backpack.engine.turn import loss_scale
+from backpack.engine.backward.turn import loss_scale
 from backpack.extensions.mat_to_mat_jac_base import for_layer
 from backpack.extensions.secondorder.hbp.hbp_options import LossHessianStrategy
 from backpack.extensions.secondorder.sqrt_ggn.base import SqrtGGNBaseModule

@@ -1,0 +1,1 @@
+"""Runs a backward pass: inspects the graph, gives turns, computes values."""

@@ -1,0 +1,256 @@
+"""Expressions of parameters: what products become behind what was done to a parameter.
+
+Views, permutations, repetitions, rows that are picked, and what maps each entry keep
+the form of products. For all else, a vector-Jacobian product leads to the parameters.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any, Callable, Collection, Sequence
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, Node
+
+from backpack.core.kinds import Broadcast
+from backpack.core.per_sample.apart import Apart
+from backpack.core.per_sample.base import Dense, PerSample
+from backpack.core.per_sample.outer import Outer
+from backpack.core.per_sample.rows import Rows
+from backpack.core.per_sample.scaled import Scaled
+from backpack.engine.nodes import graph
+from backpack.engine.nodes.saved import HIDDEN, SAVED, fetch
+from backpack.engine.nodes.user_hooks import SEEN
+from backpack.engine.nodes.vjp import batched_vjp
+from backpack.engine.samples import views
+from backpack.utils.hooks import without_hooks
+from backpack.utils.state import state
+from backpack.utils.types import kind
+
+# Products that keep their form behind views of a parameter
+_FORMS = (Dense, Apart, Outer, Rows, Scaled)
+_PERMUTES = ("TBackward0", "TransposeBackward0", "PermuteBackward0")
+
+
+def unseen(nodes: Sequence[Node]) -> AbstractContextManager[None]:
+    """Keep hooks of parameters, and of what is computed from them, from running.
+
+    They are for the gradient of the batch.
+
+    Args:
+        nodes: Nodes through which something is pulled back.
+
+    Returns:
+        Context in which they do not, nor does ``retain_grad`` collect anything.
+    """
+    leaves = [node.variable for node in nodes if graph.is_leaf(node)]
+    seen = [x() for node in nodes for x in node.metadata.get(SEEN, ())]
+    return without_hooks([*leaves, *[x for x in seen if x is not None]])
+
+
+def behind_views(
+    edge: GradientEdge, shape: torch.Size, product: PerSample, params: Sequence[Tensor]
+) -> tuple[Tensor | None, GradientEdge | None, PerSample]:
+    """Go through views of a parameter, and what is done to each entry of it.
+
+    Both keep the products' form.
+
+    Args:
+        edge: Where an expression sits in the graph.
+        shape: Its shape.
+        product: Products with its Jacobian.
+        params: The parameters behind it.
+
+    Returns:
+        The parameter, if it is all that is left; the place of the expression, if not;
+        and products with its Jacobian.
+    """
+    ends = {param.grad_fn: param for param in params if param.grad_fn is not None}
+    while type(product) in _FORMS and edge.node not in ends:
+        node = edge.node
+        if graph.is_leaf(node):
+            return node.variable, None, product
+        name, parents = type(node).__name__, node.next_functions
+        parent, before = None, shape
+        if len(parents) == 1 and parents[0][0] is not None:
+            parent = GradientEdge(*parents[0])
+            before = _kind_at(parents[0])[0]
+        if parent and name in graph.SAME_ORDER and before.numel() == shape.numel():
+            if (viewed := product.reshaped(before)) is None:
+                break
+            product = viewed
+        elif type(product) is Rows:
+            break
+        elif derivative := _entry_by_entry(edge, ends):
+            parent, slope = derivative
+            if isinstance(product, Dense):
+                product = product.scaled(slope)
+            else:
+                product = Scaled(product, slope)
+        elif parent and isinstance(product, Dense):
+            found = _unrepeated(node, product, before)
+            found = found or _rows_of_table(node, product, before)
+            if found is None:
+                break
+            product = found
+        elif parent and name in _PERMUTES and product.shape == shape:
+            order = _order_of(node, len(shape))
+            try:
+                product = product.permuted([order.index(d) for d in range(len(order))])
+            except ValueError:
+                break
+        else:
+            break
+        edge, shape = parent, before
+    if graph.is_leaf(edge.node):
+        return edge.node.variable, None, product
+    if edge.node in ends:
+        return ends[edge.node], None, product
+    return None, edge, product
+
+
+def _entry_by_entry(
+    edge: GradientEdge, ends: Collection[Node]
+) -> tuple[GradientEdge, Tensor] | None:
+    """Differentiate what is done to each entry of a single tensor.
+
+    Args:
+        edge: Where the result sits in the graph.
+        ends: Nodes not to go through.
+
+    Returns:
+        Where the tensor does, and the derivative of each entry; ``None`` if the result
+        is no such thing.
+    """
+    start = edge.node, edge.output_nr
+    what, places, begins = _kind_at(start), [start], []
+    for place in places:  # which become more meanwhile
+        node = place[0]
+        parents = [x for x in node.next_functions if x[0] is not None]
+        if (
+            node in ends
+            or not graph.is_pointwise(node)
+            or {*map(_kind_at, parents)} != {what}
+        ):
+            begins.append(place)
+        else:
+            places += [x for x in dict.fromkeys(parents) if x not in places]
+    if len(begins) > 1 or start in begins or what[1].is_complex:
+        return None
+    for node, _ in places:
+        fetch(node.metadata.get(SAVED, ()))
+    ones = torch.ones(1, 1, *what[0], **kind(start[0]._input_metadata[start[1]]))
+    with unseen([node for node, _ in places]):
+        (slope,) = batched_vjp([edge], [GradientEdge(*begins[0])], [ones])
+    return None if slope is None else (GradientEdge(*begins[0]), slope[0, 0])
+
+
+def _kind_at(place: tuple[Node, int]) -> tuple[torch.Size, torch.dtype]:
+    """Tell shape and type of the tensor at a place in the graph."""
+    node, number = place
+    if graph.is_leaf(node):
+        return node.variable.shape, node.variable.dtype
+    dtype = node._input_metadata[number].dtype
+    return graph.shape_at(GradientEdge(node, number)), dtype
+
+
+def _unrepeated(node: Node, product: Dense, shape: torch.Size) -> PerSample | None:
+    """Describe products with what was repeated along axes of length one.
+
+    Args:
+        node: What may have repeated it.
+        product: Products with the Jacobian of the result.
+        shape: Shape of what it was.
+
+    Returns:
+        Products with its Jacobian, ``None`` if nothing was repeated like that.
+    """
+    if type(node).__name__ not in views.REPEATING:
+        return None
+    full = (*[1] * (len(product.shape) - len(shape)), *shape)
+    if any(size not in (1, whole) for size, whole in zip(full, product.shape)):
+        return None  # also repeated side by side
+    if isinstance(product, Apart):
+        own, where, n = product.own, product.where, product.batch_size
+        return Broadcast(None, None).product(None, shape, own, where, n)
+    pairs = enumerate(zip(full, product.shape), start=2)
+    sums = [axis for axis, (size, whole) in pairs if size != whole]
+    products = product.products.sum(sums, keepdim=True) if sums else product.products
+    return Dense(products.reshape(*products.shape[:2], *shape), shape)
+
+
+def _rows_of_table(node: Node, product: Dense, shape: torch.Size) -> Rows | None:
+    """Describe products with rows of a matrix, like a table of positions.
+
+    Args:
+        node: What may have picked rows, the same ones for all samples.
+        product: Products with the Jacobian of what was picked.
+        shape: Shape of the table.
+
+    Returns:
+        Products with the table's Jacobian, ``None`` if that was something else.
+    """
+    pick = _PICKS.get(type(node).__name__)
+    if pick is None or len(shape) != 2:
+        return None
+    saved = node.metadata.get(SAVED, ())
+    if HIDDEN in saved:
+        return None
+    fetch(saved)
+    with state().pull():  # the pass needs what was asked for as well
+        picked = pick(node)
+    if picked is None or product.shape[-1:] != shape[1:]:
+        return None
+    if isinstance(picked, Tensor) and picked.dtype == torch.bool and picked.dim() > 1:
+        return None  # of entries
+    ids = torch.arange(shape[0], device=product.device)[picked].flatten()
+    if ids.numel() * shape[1] != product.shape.numel():
+        return None
+    found = product.rows(ids)
+    if found is None:
+        return None
+    ids, b, valid = found
+    padding = getattr(node, "_saved_padding_idx", None)
+    if padding is not None:
+        counts = (ids != _signed(padding)).to(b.dtype)
+        valid = counts if valid is None else valid * counts
+    return Rows(ids, b, shape, valid)
+
+
+def _signed(number: int) -> int:
+    """Read a number of the graph, which shows negative ones without their sign."""
+    return number - 2**64 if number >= 2**63 else number
+
+
+def _slice(node: Node) -> slice | None:
+    ends = node._saved_start, node._saved_end, node._saved_step
+    return None if node._saved_dim else slice(*map(_signed, ends))
+
+
+def _index(node: Node) -> Tensor | None:
+    index, *others = node._saved_indices
+    return None if others else index
+
+
+def _ids(node: Node) -> Tensor | None:
+    return None if node._saved_scale_grad_by_freq else node._saved_indices
+
+
+_PICKS: dict[str, Callable[[Node], Any]] = {
+    "EmbeddingBackward0": _ids,
+    "IndexBackward0": _index,
+    "IndexSelectBackward0": lambda n: None if n._saved_dim else n._saved_index,
+    "SliceBackward0": _slice,
+}
+
+
+def _order_of(node: Node, dim: int) -> list[int]:
+    """Tell which axes come first, second and so on behind a node that permutes them."""
+    order = list(range(dim))
+    if hasattr(node, "_saved_dims"):
+        return [d % dim for d in node._saved_dims]
+    swapped = [getattr(node, f"_saved_dim{i}", i) for i in (0, 1)]
+    i, j = (_signed(d) % dim for d in swapped)
+    order[i], order[j] = order[j], order[i]
+    return order

@@ -1,0 +1,1 @@
+"""Watches a forward pass: operations, and calls of modules."""

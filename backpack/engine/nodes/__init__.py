@@ -1,0 +1,1 @@
+"""The autograd graph: questions to it, and what operations and calls leave there."""

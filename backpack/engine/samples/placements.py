@@ -1,0 +1,600 @@
+"""Where an operation moves samples to, found out by running it.
+
+Layout rules for each operation would be a long table, and an error in it a wrong
+number. Instead, an operation is run again on copies of its operands in which some
+samples are NaN; where NaN comes out, those samples went. That is remembered by
+function, shapes, placements and plain arguments. Rules for what is frequent and can't
+be remembered (``rules.py``) are tested against it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import OrderedDict
+from contextlib import suppress
+from typing import Any, Sequence
+
+import torch
+from torch import Tensor
+
+from backpack.converter.reading import LIKE
+from backpack.core.layout import (
+    FIRST,
+    Layout,
+    Mixed,
+    Placement,
+    agree,
+    compact,
+    conflict,
+    has_gaps,
+    once,
+    sample_numbers,
+    simplify,
+    unentered,
+)
+from backpack.engine.nodes import functions
+from backpack.engine.nodes.functions import (
+    ATTENTION,
+    BY_MASKS,
+    BY_STRIDES,
+    BY_VALUE,
+    MASKED,
+    POINTWISE,
+    PRODUCTS,
+    SELECTING,
+)
+from backpack.engine.samples.other_numbers import other_integers
+from backpack.engine.samples.picked import INDEXES
+from backpack.engine.samples.rules import beside_samples, quick_rule, rule
+from backpack.engine.samples.trials import Performed, Trial
+from backpack.utils.parallel import communicates
+from backpack.utils.state import out_of_sight, state
+from backpack.utils.types import is_inexact, tensors_in, version_of
+
+FORGET: list[Any] = []  # makes a key that nothing is remembered by: it has no hash
+MARK = "_backpack_samples"  # attribute of a tensor that depends on the model's inputs
+
+_LASTING = "_backpack_lasting"  # attribute of sample numbers that are remembered
+
+_NOTHING: tuple[list[Placement], list[torch.Size]] = [], []
+
+
+class Mark(tuple):
+    """What a tensor knows of its samples.
+
+    A forward pass, a placement, a version, and whether all samples might share it: it
+    is computed from inputs after the first, which are as long as that.
+
+    Tensors that users save must not contain it, nor need this package to be loaded:
+    what is saved in its place is empty, and no mark.
+    """
+
+    __slots__ = ()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Return something empty that PyTorch loads without asking."""
+        return OrderedDict, ()
+
+    def __deepcopy__(self, memo: dict) -> Mark:
+        """A copy of a tensor has its samples where the tensor has them."""
+        return self
+
+
+class Pass:
+    """Stands for a forward pass, in the marks of its tensors.
+
+    Attributes:
+        n: Number N of samples.
+        inputs: By identity, inputs, where their samples are, and whether there is one
+            before. They have no marks: in another call, or thread, they may be
+            something else.
+        is_over: Whether nothing is watched any more: what has a mark may be modified.
+    """
+
+    __slots__ = ("n", "inputs", "is_over")
+
+    def __init__(self, n: int):
+        """Store the number of samples.
+
+        Args:
+            n: Number N of samples.
+        """
+        self.n = n
+        self.inputs: dict[int, tuple[weakref.ref[Tensor], Placement, bool]] = {}
+        self.is_over = False
+
+
+def mark_of(x: Tensor) -> Mark | None:
+    """Return a tensor's mark, if it still holds.
+
+    It does not after the tensor was modified in place where nobody has noticed: by way
+    of its base, or of another view of that, or where nothing was watched.
+
+    Args:
+        x: Tensor.
+
+    Returns:
+        The mark.
+    """
+    mark = getattr(x, MARK, None)
+    if mark and mark[2] != version_of(x):
+        if x.grad_fn is not None or x._base is not None:  # which tell it anew
+            return None
+    return mark
+
+
+def placement_of(x: Tensor, key: Pass) -> Placement:
+    """Return where a tensor's samples are, as this forward pass has found out.
+
+    Args:
+        x: Tensor.
+        key: Stands for the forward pass.
+
+    Returns:
+        The placement.
+    """
+    mark = mark_of(x)
+    if mark and mark[0] is key:
+        return mark[1]
+    ref, placement, _ = key.inputs.get(id(x), (None, None, False))
+    return placement if ref is not None and ref() is x else None
+
+
+def in_key(placement: Placement) -> Any:
+    """Return what stands for a placement in a key.
+
+    Args:
+        placement: The placement.
+
+    Returns:
+        Itself. For sample numbers, what they are if it is a single one; else an object
+        that is theirs alone, if they are remembered. Others will not come again.
+    """
+    if type(placement) is not Tensor:
+        return placement
+    if placement.numel() == 1:  # all of it is one sample's
+        return once(placement, _LASTING, lambda: (placement.dim(), int(placement)))
+    return placement.__dict__.get(_LASTING, FORGET)
+
+
+def _whichever(key: tuple) -> tuple[tuple, int | None]:
+    """Let a key say of which sample alone all operands are no more; and say which."""
+    samples, parts = set(), []
+    for part in key:
+        if type(part) is tuple:  # of a tensor, see `Tracker._look`
+            shape, placement, *more = part
+            if type(placement) is tuple:
+                dim, sample = placement
+                samples.add(sample)
+                part = (shape, dim, *more)
+            elif placement is not None:
+                return key, None
+        parts.append(part)
+    alone = len(samples) == 1 and min(samples) >= 0
+    return tuple(parts), samples.pop() if alone else None
+
+
+def may_be_shared(x: Tensor, key: Pass) -> bool:
+    """Tell whether all samples might share what is as long as there are samples.
+
+    Args:
+        x: Tensor that holds samples, as it seems.
+        key: Stands for the forward pass.
+
+    Returns:
+        Whether the first input does not enter it.
+    """
+    mark = getattr(x, MARK, None)
+    known = mark if mark and mark[0] is key else key.inputs.get(id(x))
+    return known is not None and known[-1]
+
+
+def place(x: Tensor, placement: Placement, key: Pass, shared: bool = False) -> None:
+    """Remember where a tensor's samples are.
+
+    Args:
+        x: Tensor.
+        placement: The placement.
+        key: Stands for the forward pass.
+        shared: Whether all samples might share it. Default: ``False``.
+    """
+    setattr(x, MARK, Mark((key, placement, version_of(x), shared)))
+
+
+class Finder:
+    """Finds where operations move samples to.
+
+    Attributes:
+        n: Number N of samples.
+        key: Stands for the forward pass, in tensors' marks.
+        dropped: Where samples have met in something without a gradient.
+        is_unsure: Whether they did so inside of a function of one's own, or numbers
+            were read there. What it has computed may have one after all.
+    """
+
+    # placements of the results, and their shapes
+    _remembered: dict[tuple, tuple[list[Placement], list[torch.Size]]] = {}
+    _MOST = 50_000  # signatures that are remembered
+
+    def __init__(self, key: Pass, keeps_met: bool):
+        """Store what it is about.
+
+        Args:
+            key: Stands for the forward pass.
+            keeps_met: Whether that in which samples have met matters although it has
+                no gradient.
+        """
+        self.n, self.key, self._keeps_met = key.n, key, keeps_met
+        self.dropped: Mixed | None = None
+        self.is_unsure = False
+
+    def of(self, x: Tensor) -> Placement:
+        """Return where a tensor's samples are.
+
+        Args:
+            x: Tensor.
+
+        Returns:
+            The placement.
+        """
+        return placement_of(x, self.key)
+
+    def deciding(self, name: str, data: list[Tensor]) -> list[Tensor]:
+        """Choose operands that say where samples are: those with a gradient, if any.
+
+        If these do not hold all samples, numbers beside may be some other one's; if all
+        samples might share them, what the first input enters tells whether they do.
+
+        Args:
+            name: Name of the operation.
+            data: Operands that hold samples.
+
+        Returns:
+            Those that decide.
+        """
+        own = [x for x in data if x.requires_grad]
+        if any(isinstance(self.of(x), Tensor) for x in own):
+            if name in POINTWISE or name in SELECTING:
+                return data
+            own = [x for x in data if x.is_floating_point() or x.requires_grad]
+        if own and not self.certain(own):
+            own += self.certain(data)
+        return own or data
+
+    def certain(self, data: list[Tensor]) -> list[Tensor]:
+        """Choose operands that hold samples for certain.
+
+        Args:
+            data: Operands that seem to.
+
+        Returns:
+            Those that the first input enters.
+        """
+        if len(self.key.inputs) < 2:
+            return data
+        return [x for x in data if not may_be_shared(x, self.key)]
+
+    def find_shared(self, done: Performed, key: tuple) -> list[bool]:
+        """Tell which results may be shared although the first input is an operand.
+
+        Args:
+            done: The operation, with those operands alone that hold samples for certain
+                as such.
+            key: By which it may be remembered, where all operands decide.
+
+        Returns:
+            Whether nothing of those operands is in a result, for each.
+        """
+        key = (*key, Finder)
+        found = self.recall(key, done.outs)
+        return [p is None for p in (found or self.find(done, key))]
+
+    def recall(self, key: tuple, outs: Sequence[Tensor]) -> list[Placement] | None:
+        """Remember where an operation has moved samples to.
+
+        Args:
+            key: What this depends on.
+            outs: Tensors that it returned.
+
+        Returns:
+            A placement for each result, ``None`` if it is not known.
+        """
+        found, shapes = self._known(key)
+        same = bool(found) and shapes == [out.shape for out in outs]
+        return self._differentiable(found, outs) if same else None
+
+    def recall_layout(self, key: tuple, out: Tensor) -> Layout | None:
+        """Remember where an operation has moved samples to: a quick answer.
+
+        Args:
+            key: What this depends on.
+            out: The only tensor that it returned.
+
+        Returns:
+            The layout, ``None`` if :meth:`recall` has to be asked.
+        """
+        found, shapes = self._known(key)
+        same = len(shapes) == 1 and shapes[0] == out.shape
+        return found[0] if same and type(found[0]) is Layout else None
+
+    def _known(self, key: tuple) -> tuple[list[Placement], list[torch.Size]]:
+        """Look up what is remembered: placements, and the shapes that results had."""
+        try:
+            if key not in self._remembered:
+                self._recall_another(key)
+            return self._remembered.get(key, _NOTHING)
+        except TypeError:  # an argument has no hash
+            return _NOTHING
+
+    def _recall_another(self, key: tuple) -> None:
+        """Remember for one sample what was found for another, as in a loop."""
+        same, sample = _whichever(key)
+        if sample is not None and same in self._remembered:
+            found, shapes = self._remembered[same]
+            known = [
+                p.where(p < 0, sample) if isinstance(p, Tensor) else p for p in found
+            ]
+            self._store(key, known, shapes)
+
+    @out_of_sight
+    def find(
+        self, done: Performed, key: tuple, beside: Sequence[Tensor] = ()
+    ) -> list[Placement]:
+        """Find where an operation has moved samples to.
+
+        Args:
+            done: The operation.
+            key: By which the result may be remembered.
+            beside: Operands that hold samples and do not decide. What no other enters
+                is theirs. Default: none.
+
+        Returns:
+            A placement for each result.
+        """
+        _, name, args, kwargs, outs, *_ = done
+        if name in LIKE:  # of the other tensor, type or shape alone matters
+            every = (*done.data, *beside)
+            done = done._replace(data=[x for x in every if x is args[0]])
+            if not done.data:  # of what samples share
+                return [None] * len(outs)
+        quick = quick_rule(done, self.of)
+        if quick is not None:
+            self._remember(key, quick, outs)
+            return quick
+        if self.n == 0:
+            return [FIRST] * len(outs)
+        if communicates(done.func):
+            met = [Mixed(f"`{name}`, where processes exchange tensors,")] * len(outs)
+            return self._differentiable(met, outs)
+        for x in done.data:
+            placement = self.of(x)
+            if isinstance(placement, Mixed):
+                return self._differentiable([placement] * len(outs), outs)
+        by_value = name in BY_VALUE or name in BY_STRIDES
+        if name in ("__getitem__", "__setitem__") and not tensors_in(args[1]):
+            by_value = False
+        first = {"embedding_bag": 2, "repeat_interleave": 1}.get(name)
+        if first is not None:
+            by_value = bool(tensors_in((args[first:], kwargs)))
+        by_value = by_value or self._depends_on_values(done)
+        with torch._C.DisableTorchFunction(), torch.no_grad():
+            try:
+                found, lasts = self._run(done)
+                inexact = [x for x in beside if is_inexact(x)]
+                if inexact and any(map(has_gaps, found)):
+                    with suppress(Exception):  # else, nothing more is known
+                        others, last = self._run(done._replace(data=inexact))
+                        found = self._filled(found, others, outs)
+                        lasts = lasts and last
+            except Exception as error:  # the operation's own call has passed
+                reason = str(error).split("\n")[0][:100]
+                found = [Mixed(f"`{name}` ({reason})", False)] * len(outs)
+                lasts = False
+        certain = self.certain(done.data)
+        if 0 < len(certain) < len(done.data) and self._differ(done, found, certain):
+            if not any(x.requires_grad for x in done.data):  # what is given is given
+                return self.find(done._replace(data=certain), key)
+            found = [_of_inputs(name, placement) for placement in found]
+        if lasts and not by_value and self._lasts(done, found):
+            self._remember(key, found, outs)
+        elif state().deciding is not None:
+            state().deciding += [(name, x) for x in self._by_numbers(done, found)]
+        return self._differentiable(found, outs)
+
+    def _filled(
+        self, found: list[Placement], others: list[Placement], outs: Sequence[Tensor]
+    ) -> list[Placement]:
+        """Let entries of nobody's be those of operands that do not decide."""
+        filled: list[Placement] = []
+        for p, q, x in zip(found, others, outs):
+            if has_gaps(p) and isinstance(q, (Layout, Tensor)):
+                numbers = sample_numbers(q, x.shape, self.n, x.device)
+                if isinstance(p, Tensor):
+                    numbers = p.where(p >= 0, numbers)
+                whole = bool((numbers >= 0).all())
+                p = simplify(numbers, self.n) if whole else numbers
+            filled.append(p)
+        return filled
+
+    def _by_numbers(self, done: Performed, found: list[Placement]) -> list[Tensor]:
+        """List operands whose numbers have decided where samples are."""
+        tensors = tensors_in(done[2:4])
+        if done.name == ATTENTION or done.name in PRODUCTS:
+            given = {id(x) for x in done.data}
+            return [x for x in tensors if not (id(x) in given or x.requires_grad)]
+        if "grid_sample" in done.name:
+            return tensors
+        integers = [x for x in tensors if not is_inexact(x)]
+        return [x for x in integers if not self._same_for(x, done, found)]
+
+    def _lasts(self, done: Performed, found: list[Placement]) -> bool:
+        """Tell whether integers are where they would be for other constant integers."""
+        if any(map(is_inexact, done.data)):  # NaN has shown where they may go
+            return True
+        data = {id(x) for x in done.data}
+        others = [x for x in tensors_in(done[2:4]) if id(x) not in data]
+        given = [x for x in others if not is_inexact(x)]
+        return all(self._same_for(x, done, found, 1) for x in given)
+
+    def _same_for(
+        self, x: Tensor, done: Performed, found: list[Placement], beyond: int = 0
+    ) -> bool:
+        """Tell whether samples would be in the same places for other integers."""
+        for new in other_integers(x, beyond):
+            place(new, self.of(x), self.key)
+            try:
+                others, _ = self._run(done.replaced(x, new))
+            except Exception:  # of masks, there would be more rows, or fewer
+                return False
+            if not all(map(agree, others, found)):
+                return False
+        return True
+
+    def _differ(self, done: Performed, found: list[Any], certain: list[Any]) -> bool:
+        """Tell whether the samples of operands do not lie along the same axis."""
+        if any(isinstance(placement, Mixed) for placement in found):
+            with suppress(Exception), torch._C.DisableTorchFunction(), torch.no_grad():
+                found, _ = self._run(done._replace(data=certain))  # meet without others
+            return not all(isinstance(placement, Mixed) for placement in found)
+        if any(isinstance(self.of(x), Tensor) for x in done.data):
+            return False
+        return any(isinstance(placement, Tensor) for placement in found)
+
+    def _depends_on_values(self, done: Performed) -> bool:
+        """Tell whether another operand's values may say where samples go."""
+        if "grid_sample" in done.name:
+            return any(self.of(x) != FIRST for x in done.data)
+        if done.name == ATTENTION:  # a mask may keep rows of several samples apart
+            return any(self._is_within(x) for x in done.data)
+        integers = [x for x in tensors_in(done[2:4]) if not is_inexact(x)]
+        # of any size; masks may pick entries
+        stays = done.name.removeprefix("vmap(").removesuffix(")") in MASKED
+        picks = any(x.dtype != torch.bool or not stays for x in integers)
+        picks = picks and not done.name.endswith(("loss", "entropy"))  # they add all up
+        return picks and any(x.dtype not in INDEXES for x in done.data)
+
+    def _is_within(self, x: Tensor) -> bool:
+        """Tell whether samples may lie in the last two axes."""
+        placement = self.of(x)
+        return not isinstance(placement, Layout) or placement.axis >= x.dim() - 2
+
+    def _differentiable(
+        self, found: list[Placement], outs: Sequence[Tensor]
+    ) -> list[Placement]:
+        """Take what samples have met in for a constant, if it has no gradient."""
+        mixed = [type(p) is Mixed and not x.requires_grad for p, x in zip(found, outs)]
+        if True not in mixed or self._keeps_met:
+            return found
+        self.dropped = self.dropped or found[mixed.index(True)]
+        self.is_unsure = self.is_unsure or in_function()
+        return [None if lost else p for p, lost in zip(found, mixed)]
+
+    def _remember(
+        self, key: tuple, found: list[Placement], outs: Sequence[Tensor]
+    ) -> None:
+        """Remember placements, unless they depend on the operands' own numbers."""
+        operands = [x for x in key if type(x) is tuple]
+        if any(isinstance(placement, Mixed) for _, placement, *_ in operands):
+            return
+        try:
+            self._store(key, found, [out.shape for out in outs])
+        except TypeError:  # an argument has no hash
+            return
+        same, sample = _whichever(key)
+        if sample is not None:
+            self._remembered[same] = self._remembered[key]
+
+    def _store(
+        self, key: tuple, found: list[Placement], shapes: list[torch.Size]
+    ) -> None:
+        if len(self._remembered) >= self._MOST:
+            self._remembered.clear()
+        self._remembered[key] = found, shapes
+        for placement in found:
+            if isinstance(placement, Tensor):  # the next pass will have this very one
+                placement.__dict__.setdefault(_LASTING, object())
+
+    def _run(self, done: Performed) -> tuple[list[Placement], bool]:
+        """Find placements; and tell whether they are the same for other numbers."""
+        if done.name in ("__getitem__", "index", "masked_select"):
+            done = self._without_masks(done)
+        _, name, args, _, outs, _, states = done
+        trial = Trial(done, self.of, self.n)
+        found, lasts = rule(done, trial, self.of, self.n), True
+        if found is None and states is None:
+            found, lasts = trial.find()
+        elif found is None:
+            found, lasts = trial.find_if_repeated(), False
+        lasts = lasts and not trial.masks.may_differ(found)
+        pairs = [(x, i) for x, i in zip(trial.flat, trial.numbers) if is_inexact(x)]
+        entering = (
+            x.requires_grad if i is None else (compact(i) >= 0).any() for x, i in pairs
+        )
+        if not any(map(bool, entering)):
+            # nothing went in: what no sample has is nobody's, and no constant
+            nobody = [unentered(x, self.n) for x in outs]
+            found = [q if p is None else p for p, q in zip(found, nobody)]
+        if name in BY_MASKS and len(args) > 1 and not isinstance(found[0], Layout):
+            found = [self._left_by_mask(name, found[0], outs[0].shape, args[1])]
+        return beside_samples(done, found, self.of, self.n), lasts
+
+    def _left_by_mask(
+        self, name: str, placement: Placement, shape: torch.Size, mask: Any
+    ) -> Placement:
+        """Let what belongs to no sample be of the one whose mask has left it."""
+        if isinstance(mask, (tuple, list)) and mask:
+            mask = mask[0]
+        is_mask = isinstance(mask, Tensor) and mask.dtype == torch.bool
+        own = self.of(mask) if is_mask else None
+        if own is None or isinstance(placement, Mixed):
+            return placement
+        chosen = sample_numbers(own, mask.shape, self.n, mask.device)
+        if not name.startswith("masked"):  # along the first axes
+            chosen = chosen[(..., *[None] * (len(shape) - mask.dim()))]
+        if placement is not None:
+            known = sample_numbers(placement, shape, self.n, mask.device)
+            if conflict(known, chosen):
+                return Mixed(f"`{name}`")
+            chosen = known.where(known >= 0, chosen)
+        return simplify(chosen.broadcast_to(shape), self.n)
+
+    def _without_masks(self, done: Performed) -> Performed:
+        """Let numbers pick what masks do: other masks would pick more, or fewer."""
+        names = ("self", "indices") if done.name == "index" else ("input", "mask")
+        x, index = functions.named(names, done.args, done.kwargs)
+        if self.of(x) is not None:
+            return done
+        parts: list[Any] = []
+        for part in functions.in_brackets(done.name, index):
+            own = self.of(part) if isinstance(part, Tensor) else None
+            if own is None or part.dtype != torch.bool or not part.dim():
+                parts.append(part)
+                continue
+            numbers = sample_numbers(own, part.shape, self.n, part.device)
+            if done.name == "masked_select":
+                x, part, numbers = torch.broadcast_tensors(x, part, numbers)
+            picked = simplify(numbers[part], self.n)
+            for ids in part.nonzero(as_tuple=True):
+                place(ids, picked, self.key)
+                parts.append(ids)
+        data = [y for y in tensors_in(parts) if self.of(y) is not None]
+        args = x, tuple(parts) if len(parts) > 1 else parts[0]
+        take = Tensor.__getitem__
+        return Performed(take, "__getitem__", args, {}, done.outs, data)
+
+
+def in_function() -> bool:
+    """Tell whether a function with a backward of its own is running.
+
+    Returns:
+        Whether it is. No graph is made there.
+    """
+    if torch.is_grad_enabled() or torch.is_inference_mode_enabled():
+        return False
+    return not torch._C._is_fwd_grad_enabled()  # which `no_grad` leaves as it is
+
+
+def _of_inputs(name: str, placement: Placement) -> Mixed:
+    """Say that samples may not have met, if all of them share an input."""
+    met = placement if isinstance(placement, Mixed) else Mixed(f"`{name}`")
+    return met._replace(is_of_inputs=True)

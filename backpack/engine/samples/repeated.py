@@ -1,0 +1,179 @@
+"""Runs the `backward` of a function of one's own more often than autograd does.
+
+It may do more than compute: draw random numbers, or add to a tensor that somebody keeps
+(gradients accumulated in a fused way, statistics). Done once more, that would change
+what the training step does.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, Callable, Iterable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import Node
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from backpack.engine.nodes.graph import name_of
+from backpack.engine.nodes.vjp import is_users
+from backpack.engine.samples.other_numbers import states_for
+from backpack.utils.state import is_traced
+from backpack.utils.types import behind, tensors_in
+
+WRITES = (
+    "The backward of {function} writes to a tensor that was there before "
+    "({operation}), like a gradient that it adds to, statistics, or what it has saved. "
+    "It is needed more than once, for samples or columns by themselves, and each time "
+    "would do that again. Let it return new tensors, and do this in a hook of the "
+    "parameter or of the function's output (`register_hook`), which runs once."
+)
+DRAWS = (
+    "The backward of {function} draws random numbers. It is needed more than once, for "
+    "samples or columns by themselves, which would have other numbers than the "
+    "gradient. Draw them in its forward pass, and keep them (`ctx.save_for_backward`)."
+)
+
+
+@contextmanager
+def once_more(
+    node: Node, gradients: Sequence[Any], may_draw: bool = False
+) -> Iterator[list[Any]]:
+    """Let a function's `backward` do nothing but compute.
+
+    Args:
+        node: The function's node.
+        gradients: The gradients that it is given.
+        may_draw: Whether random numbers do not matter. Default: ``False``.
+
+    Yields:
+        Copies of these, which it may write to.
+
+    Raises:
+        NotImplementedError: If it writes to what it has not made, or draws numbers.
+    """
+    given = [x.clone() if isinstance(x, Tensor) else x for x in gradients]
+    if is_traced() or _is_captured(given):  # it has run before, where it was seen
+        yield given
+        return
+    function, states = name_of(node), states_for(given)
+    writes, drawn = _Writes(function, given), []
+    try:
+        with writes:
+            yield given
+    finally:
+        if writes.drew:
+            drawn = [g for g, x in states.items() if not torch.equal(g.get_state(), x)]
+        for generator in drawn:
+            generator.set_state(states[generator])
+    if drawn and not may_draw:
+        raise NotImplementedError(DRAWS.format(function=function))
+
+
+@contextmanager
+def compute_only(nodes: Iterable[Node], may_draw: bool = False) -> Iterator[None]:
+    """Let functions of users do nothing but compute.
+
+    Args:
+        nodes: Nodes of the graph.
+        may_draw: Whether random numbers do not matter. Default: ``False``.
+
+    Yields:
+        Nothing.
+    """
+    functions = [x for x in nodes if is_users(x) and "apply" not in vars(x)]
+    for node in functions:
+        replace(node, partial(_apply, node, may_draw))
+    try:
+        yield
+    finally:
+        for node in functions:
+            put_back(node)
+
+
+def replace(node: Any, run: Callable) -> None:
+    """Let autograd call something else than a function's `backward`.
+
+    Args:
+        node: The function's node.
+        run: Takes the gradients.
+    """
+    node.apply = run  # which autograd looks for in the object first
+    node.apply_boxed = lambda gradients: run(*gradients)  # with `boxed_grads_call`
+
+
+def put_back(node: Any) -> None:
+    """Let autograd call the `backward` again.
+
+    Args:
+        node: The function's node.
+    """
+    for name in ("apply", "apply_boxed"):
+        vars(node).pop(name, None)
+
+
+def _apply(node: Any, may_draw: bool, *gradients: Any) -> Any:
+    with once_more(node, gradients, may_draw) as given:
+        return type(node).apply(node, *given)
+
+
+class _Writes(TorchDispatchMode):
+    """Refuses operations that write to memory that was there before.
+
+    Attributes:
+        drew: Whether operations may have drawn random numbers, as other threads may at
+            any time.
+    """
+
+    supports_higher_order_operators = True
+    drew = False
+
+    def __init__(self, function: str, given: Any):
+        """Begin with nothing of its own but what was given."""
+        super().__init__()
+        self._function, self._own = function, {None, *map(_memory, _tensors(given))}
+
+    def __torch_dispatch__(  # noqa: D105
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        schema = getattr(func, "_schema", None)  # which what calls functions has not
+        written = _written(schema, args, kwargs) if schema is not None else ()
+        if any(_memory(x) not in self._own for x in written):
+            text = {"function": self._function, "operation": f"`{schema.name}`"}
+            raise NotImplementedError(WRITES.format(**text))
+        foreign = getattr(func, "namespace", None) not in ("aten", "prims", "prim")
+        seeded = torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
+        self.drew = self.drew or seeded or foreign
+        found = func(*args, **kwargs)
+        is_new = schema is not None and schema.name == "aten::lift_fresh"  # of numbers
+        known = set() if is_new else set(map(_memory, _tensors((args, kwargs))))
+        self._own.update(set(map(_memory, _tensors(found))) - known)
+        return found
+
+
+def _written(schema: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
+    """List tensors that an operation writes to."""
+    for i, argument in enumerate(schema.arguments if schema.is_mutable else ()):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            yield from _tensors(args[i] if i < len(args) else kwargs.get(argument.name))
+
+
+def _is_captured(values: Any) -> bool:
+    """Tell whether a CUDA graph is recorded, in which generators have no state."""
+    given = any(x.is_cuda for x in _tensors(values))
+    return given and torch.cuda.is_current_stream_capturing()
+
+
+def _tensors(values: Any) -> Iterator[Tensor]:
+    """List tensors, without what `vmap` puts around them."""
+    return map(behind, tensors_in(values))
+
+
+def _memory(x: Tensor) -> int | None:
+    """Return the number of a tensor's memory, ``None`` if it has none of its own."""
+    try:
+        return x.untyped_storage()._cdata
+    except RuntimeError:
+        return None

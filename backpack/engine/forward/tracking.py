@@ -69,7 +69,7 @@ from backpack.engine.samples.placements import (
 )
 from backpack.engine.samples.probes import Known
 from backpack.engine.samples.summands import Summands
-from backpack.engine.samples.trials import Performed
+from backpack.engine.samples.trials import Operands, Performed
 from backpack.engine.samples.views import View, in_base, in_view, made_base
 from backpack.utils.compiling import is_indivisible, skipped, untraced
 from backpack.utils.hooks import modules_in, parameters_of
@@ -303,44 +303,21 @@ class Tracker(LowMode):
     def _run(
         self, request: Request, data: list[Tensor], constants: list[Tensor], key: tuple
     ) -> Any:
-        func, kind, args, kwargs, run = request
-        name, since = kind.name, 0
-        pairs: list[Constant] = []
-        certain = self._finder.certain(data)
+        """Run an operation that samples enter: a use, if constants do as well."""
+        kind, certain = request.kind, self._finder.certain(data)
         mixed = 0 < len(certain) < len(data)
-        if name in LIKE_ANOTHER and any([x is args[0] for x in data]):
+        pairs: list[Constant] = []
+        since, saved = 0, ()
+        if kind.name in LIKE_ANOTHER and any([x is request.args[0] for x in data]):
             constants = []
-        if constants and is_grad_enabled() and not self._is_term(name, data, constants):
-            since = torch._C._autograd._get_sequence_nr()
-            has_rule = func in OPERATIONS and not kwargs and len(args) < 3
-            spread = name in COMBINING and not has_rule or name in IN_BRACKETS
-            spread = (spread or name == ATTENTION) and run is func
-            # who keeps what operations save, like a checkpoint, gets what it would
-            spread = spread and not saved_tensors.are_kept()
-            if func in OPERATIONS:
-                args, kwargs, constants = distinct(args, kwargs, constants)
-            with _UNSEEN():
-                own = self._overwritten(kind, args, constants)
-            given = args, kwargs, constants, spread, own
-            args, kwargs, pairs = stand_in(name, *given)
-            request = Request(func, kind, args, kwargs, run)
-        written = args[0] if kind.writes and args else None
-        seen, deciding, of_base = args, None, None
-        if isinstance(written, Tensor):  # its shape may change
-            shown = written.detach().clone() if kind.is_foreign else written.detach()
-            shown.requires_grad_(written.requires_grad)
-            late = may_be_shared(written, self.key)
-            self.place(shown, self._finder.of(written), late)
-            seen = (shown, *args[1:])
-            deciding = self._finder.deciding(name, data)
-            deciding = [shown if x is written else x for x in deciding]
-            data = [shown if x is written else x for x in data]
-            certain = [shown if x is written else x for x in certain]
-            if written._base is not None:
-                with _UNSEEN():
-                    of_base = self.find_placement(written._base)
-                self._leave_views(written._base)
-        saved: Sequence[Any] = ()
+        if constants and is_grad_enabled():
+            if not self._is_term(kind.name, data, constants):
+                since = torch._C._autograd._get_sequence_nr()
+                request, constants, pairs = self._with_stand_ins(request, constants)
+        func, _, args, kwargs, run = request
+        given = Operands(args, data, certain)
+        if kind.writes:
+            given = self._before_writing(kind, given)
         states = states_for((args, kwargs)) if kind.is_foreign else None
         if not pairs:
             out = run(*args, **kwargs)
@@ -352,31 +329,13 @@ class Tracker(LowMode):
                         return out
         else:
             out, saved = saved_tensors.run(run, args, kwargs, constants)
-        result = written if out is None and name == "__setitem__" else out
+        result = args[0] if out is None and kind.name == "__setitem__" else out
         outs = [result] if isinstance(result, Tensor) else tensors_in(result)
         if not outs:
             return out
+        done = Performed(func, kind.name, given.args, kwargs, outs, given.data, states)
         with _UNSEEN():
-            op = func, name, seen, kwargs, outs
-            placements = self._finder.recall(key, outs)
-            if outs[0].is_nested:
-                placements = [NESTED] * len(outs)
-            elif placements is None:
-                for x in data:  # an option may have let the operation write to it
-                    if hasattr(x, MARK):
-                        self.place(x, *getattr(x, MARK)[1::2])
-                deciding = deciding or self._finder.deciding(name, data)
-                decides = set(map(id, deciding))
-                beside = [x for x in data if id(x) not in decides]
-                done = Performed(*op, deciding, states)
-                placements = self._finder.find(done, key, beside)
-            shared = [not certain] * len(outs)
-            if mixed:
-                certain = self._finder.deciding(name, certain)
-                shared = self._finder.find_shared(Performed(*op, certain, states), key)
-            if any(p is None for p in placements):
-                pairs_of = zip(outs, placements)
-                placements = [self._of_result(x, p, data) for x, p in pairs_of]
+            placements, shared = self._find(done, given, key)
         if pairs and result is not outs[0]:
             if run is not func:
                 return out  # what is around it can't be made anew
@@ -384,20 +343,78 @@ class Tracker(LowMode):
             result = out = on_one_node(result, constant)
             outs = tensors_in(result)
         with _UNSEEN():
-            hooked = self._place_results(kind, data, outs, placements, of_base, shared)
+            self._place_results(outs, placements, shared, done.data)
+            first = outs[0]
+            if kind.writes and first._base is not None:
+                outs = self._write_to_base(first, given.of_base)
             if pairs:
-                if hooked[0] is not outs[0]:  # with rows of nobody's, nobody can tell
-                    told = name in COMBINING and not has_gaps(placements[0])
-                    of_view = placements[0] if told else None
-                    for pair in pairs:
-                        pair.within = lambda of_base: of_view
-                placements = list(map(self._finder.of, hooked))
-                self._record(request, pairs, hooked, placements, since, saved)
+                self._record(request, pairs, outs, first, since, saved)
             elif kind.is_loss and out.grad_fn is not None and not out.dim():
                 self.note_loss(func, args, kwargs, out)
             if type(placements[0]) is Mixed and not kind.writes:
-                self._summands.note(Performed(*op, data, states), key)
+                self._summands.note(done, key)
         return out
+
+    def _with_stand_ins(
+        self, request: Request, constants: list[Tensor]
+    ) -> tuple[Request, list[Tensor], list[Constant]]:
+        """Give an operation that is a use an alias of each constant."""
+        func, kind, args, kwargs, run = request
+        has_rule = func in OPERATIONS and not kwargs and len(args) < 3
+        spread = kind.name in COMBINING and not has_rule or kind.name in IN_BRACKETS
+        spread = (spread or kind.name == ATTENTION) and run is func
+        # who keeps what operations save, like a checkpoint, gets what it would
+        spread = spread and not saved_tensors.are_kept()
+        if func in OPERATIONS:
+            args, kwargs, constants = distinct(args, kwargs, constants)
+        with _UNSEEN():
+            own = self._overwritten(kind, args, constants)
+        args, kwargs, pairs = stand_in(kind.name, args, kwargs, constants, spread, own)
+        return Request(func, kind, args, kwargs, run), constants, pairs
+
+    def _before_writing(self, kind: Kind, given: Operands) -> Operands:
+        """Keep what an operation in place will change: its first operand's shape."""
+        written = given.args[0] if given.args else None
+        if not isinstance(written, Tensor):
+            return given
+        shown = written.detach().clone() if kind.is_foreign else written.detach()
+        shown.requires_grad_(written.requires_grad)
+        late = may_be_shared(written, self.key)
+        self.place(shown, self._finder.of(written), late)
+        deciding = self._finder.deciding(kind.name, given.data)
+        of_base = None
+        if written._base is not None:
+            with _UNSEEN():
+                of_base = self.find_placement(written._base)
+            self._leave_views(written._base)
+        every = given.data, given.certain, deciding
+        shown_in = [[shown if x is written else x for x in some] for some in every]
+        return Operands((shown, *given.args[1:]), *shown_in, of_base)
+
+    def _find(
+        self, done: Performed, given: Operands, key: tuple
+    ) -> tuple[list[Placement], list[bool]]:
+        """Find where samples are in results, and whether all samples might share them."""
+        data, outs = given.data, done.outs
+        placements = self._finder.recall(key, outs)
+        if outs[0].is_nested:
+            placements = [NESTED] * len(outs)
+        elif placements is None:
+            for x in data:  # an option may have let the operation write to it
+                if hasattr(x, MARK):
+                    self.place(x, *getattr(x, MARK)[1::2])
+            deciding = given.deciding or self._finder.deciding(done.name, data)
+            decides = set(map(id, deciding))
+            beside = [x for x in data if id(x) not in decides]
+            placements = self._finder.find(done._replace(data=deciding), key, beside)
+        shared = [not given.certain] * len(outs)
+        if 0 < len(given.certain) < len(data):
+            certain = self._finder.deciding(done.name, given.certain)
+            shared = self._finder.find_shared(done._replace(data=certain), key)
+        if any(p is None for p in placements):
+            pairs = zip(outs, placements)
+            placements = [self._of_result(x, p, data) for x, p in pairs]
+        return placements, shared
 
     def _is_term(self, name: str, data: list[Tensor], constants: list[Tensor]) -> bool:
         """Tell whether a number that no data enters is added to one of all samples.
@@ -422,14 +439,12 @@ class Tracker(LowMode):
 
     def _place_results(
         self,
-        kind: Kind,
-        data: list[Tensor],
         outs: list[Tensor],
         placements: list[Placement],
-        of_base: Placement,
         shared: list[bool],
-    ) -> list[Tensor]:
-        """Mark what an operation returned; tell at which tensors it is a use."""
+        data: list[Tensor],
+    ) -> None:
+        """Mark what an operation returned."""
         for x, placement, late in zip(outs, placements, shared):
             if type(placement) is Mixed:
                 earlier = any(self._finder.of(y) is placement for y in data)
@@ -439,11 +454,6 @@ class Tracker(LowMode):
                 if x.grad_fn is not None:
                     x.grad_fn.metadata.setdefault(MEETING, placement)
             self.place(x, placement, late)
-        if not (kind.writes and outs[0]._base is not None):
-            return outs
-        base = outs[0]._base
-        self._write_to_base(outs[0], base, of_base)
-        return [base]
 
     def place(self, x: Tensor, placement: Placement, shared: bool = False) -> None:
         """Mark a tensor; many have the same placement.
@@ -499,17 +509,18 @@ class Tracker(LowMode):
                 placement = in_base(view, use.placements[0], base, None, self.n)
             use.move(node, base, placement)
 
-    def _write_to_base(self, view: Tensor, base: Tensor, known: Placement) -> None:
+    def _write_to_base(self, view: Tensor, known: Placement) -> list[Tensor]:
         """Pass on where samples are from a view that was written to, to its base."""
-        placement = self._finder.of(view)
+        placement, base = self._finder.of(view), view._base
         if isinstance(known, Mixed) or not isinstance(placement, (Layout, Tensor)):
             known = placement if isinstance(placement, Mixed) else known
             if known is not None:
                 self.place(base, known)
-            return
-        with _UNSEEN(), torch.no_grad():
+            return [base]
+        with torch.no_grad():
             placement = in_base(View.of(view), placement, base, known, self.n)
         self.place(base, placement, may_be_shared(view, self.key))
+        return [base]
 
     # ----------------------------------------------------------------------------- uses
 
@@ -534,12 +545,19 @@ class Tracker(LowMode):
         request: Request,
         pairs: list[Constant],
         outs: list[Tensor],
-        placements: list[Placement],
+        first: Tensor,
         since: int,
         saved: Sequence[Any],
     ) -> None:
         """Remember a use, at the node of the graph that produced its result."""
         func, kind, args, kwargs, _ = request
+        if outs[0] is not first:  # but the base of what was written to
+            of_view = self._finder.of(first) if kind.name in COMBINING else None
+            if has_gaps(of_view):  # with rows of nobody's, nobody can tell
+                of_view = None
+            for pair in pairs:
+                pair.within = lambda of_base: of_view
+        placements = list(map(self._finder.of, outs))
         # where samples gave no more than a shape, what came out is a constant
         pairs_of = zip(outs, placements)
         both = [(x, p) for x, p in pairs_of if x.requires_grad and p is not None]

@@ -75,6 +75,24 @@ NOT_REPEATED = (
 )
 
 
+class Operands(NamedTuple):
+    """What goes into an operation, as it is before that writes to it.
+
+    Attributes:
+        args: Positional arguments.
+        data: Operands that hold samples.
+        certain: Those that do for certain, see :meth:`Finder.certain`.
+        deciding: Those that say where samples are, if that is known.
+        of_base: Where they are in the base of a view that is written to.
+    """
+
+    args: tuple
+    data: list[Tensor]
+    certain: list[Tensor]
+    deciding: list[Tensor] | None = None
+    of_base: Placement = None
+
+
 class Performed(NamedTuple):
     """An operation that was performed: what went in, and what came out.
 

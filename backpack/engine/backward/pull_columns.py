@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from functools import cache, partial
 from itertools import chain
-from typing import Any, Callable, Iterable, Iterator, Sequence
+from typing import Any, Callable, Iterable, Iterator, NamedTuple, Sequence
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge
+from torch.autograd.graph import GradientEdge, Node
 from torch.nn import Module
 from torch.nn.modules.module import _global_forward_hooks
 
@@ -63,6 +63,26 @@ NOT_BEHIND = (
 MAX_COLUMNS = 10
 
 Key = tuple[Any, Tensor]  # an extension and a parameter
+
+
+class Ways(NamedTuple):
+    """What columns reach that start at a loss or an output.
+
+    Attributes:
+        edge: Where they start.
+        targets: Uses and calls that wait for them, and where their outputs sit.
+        groups: Parameters.
+        customized: Calls of modules for which a user has a rule.
+        tensors: What users hold on the way, whose hooks are for gradients.
+        own: Nodes whose backward somebody has written, and may not be linear.
+    """
+
+    edge: GradientEdge
+    targets: list[Target]
+    groups: list[Group]
+    customized: set[Any]
+    tensors: list[Tensor]
+    own: list[Node]
 
 
 class PullColumns:
@@ -151,8 +171,51 @@ class PullColumns:
         alone: bool = False,
     ) -> None:
         """Pull columns back from a loss or an output, and store or reduce them."""
-        loss, edge = origin.call, origin.edge
-        reached = targets_below([edge.node])
+        ways = self._ways(origin, extensions)
+        if not ways.targets:
+            return
+        if isinstance(origin.placement, Mixed):
+            what = f"what {name_module(origin.call.module)} is computed from"
+            refuse(type(extensions[0]).__name__, origin.placement, what)
+        size = _number_at_a_time(extensions, ways.targets, ways.groups)
+        chunks = iter(columns(size))
+        first, second = next(chunks), next(chunks, None)
+        many = second is not None or len(first) == MAX_COLUMNS
+        if second is not None:
+            chunks = chain([second], chunks)
+        elif alone and len(first) == 1 and self._carry(ways, first[0], extensions):
+            return
+        at_once, keep = self._plan(ways.groups, extensions, many)
+        pull_chunk = partial(self._pull_chunk, ways)
+        totals: dict[Key, Any] = {}
+        last: dict[Key, PerSample] = {}
+        done = 0
+        for chunk in chain([first], chunks):
+            last.clear()  # which keeps columns
+            pulled = pull_chunk(chunk)
+            if ways.own and not done:
+                _require_linear(ways, chunk, pulled, pull_chunk)
+            done += len(chunk)
+            if many and self._running.state.debug:
+                name = name_module(origin.call.module)
+                print(f"[DEBUG] {name}: pulled back {done} columns")
+            self._store(pulled, keep, ways.customized, extensions)
+            self._reduce(pulled, at_once, totals, last)
+        if any(ext.for_parameter(param).looks_again for ext, param in totals):
+            self._look_again(at_once, totals, map(pull_chunk, columns(size)))
+        for ext in extensions:
+            if not ext.additive:  # columns of all parameters belong together
+                params = {id(p) for group in ways.groups for p in group.params}
+                self._running.kept.setdefault(ext, []).append((params, done))
+        for key, total in totals.items():
+            if key in last:
+                _add(self._values, key, key[0].finish(last[key], total), key[0].add)
+            else:
+                _add(self._statistics, key, total, key[0].combine)
+
+    def _ways(self, origin: Origin, extensions: list[Any]) -> Ways:
+        """Find what columns reach that start at a loss or an output."""
+        reached = targets_below([origin.edge.node])
         running = [t for t in reached if will_run(t.node)]
         owners = list(dict.fromkeys(t.entry.owner for t in running))
         groups_of = self._running.groups_of
@@ -163,75 +226,43 @@ class PullColumns:
         }
         wanted = {x for x in owners if groups_of.get(x)} | customized
         targets = [t for t in running if t.entry.owner in wanted]
-        if not targets:
-            return
-        if isinstance(origin.placement, Mixed):
-            what = f"what {name_module(loss.module)} is computed from"
-            refuse(type(extensions[0]).__name__, origin.placement, what)
-        own = list(filter(may_be_any, self._running.inspection.nodes))
-        size = _number_at_a_time(extensions, targets, groups)
-        chunks = iter(columns(size))
-        first, second = next(chunks), next(chunks, None)
-        many = second is not None or len(first) == MAX_COLUMNS
-        if second is not None:
-            chunks = chain([second], chunks)
-        elif alone and len(first) == 1 and not customized:
-            # what was compiled may run once only, see `DONATED`
-            if not any(map(is_users, own)) and self._carry(
-                edge, first[0], groups, extensions
-            ):
-                return
-        at_once, keep = self._plan(groups, extensions, many)
-        passed = [loss, *dict.fromkeys(t.entry.owner for t in reached)]
+        passed = [origin.call, *dict.fromkeys(t.entry.owner for t in reached)]
         tensors = [x for owner in passed for x in owner.tensors()]
-        sources = {ext.source for ext in extensions}
-        totals: dict[Key, Any] = {}
-        last: dict[Key, PerSample] = {}
+        own = list(filter(may_be_any, self._running.inspection.nodes))
+        return Ways(origin.edge, targets, groups, customized, tensors, own)
 
-        def pull_chunk(chunk: Tensor) -> dict[Any, Cotangents]:
-            with gathered(tensors), without_hooks(tensors):
-                return self._pull_chunk(edge, targets, chunk)
+    def _store(
+        self,
+        pulled: dict[Any, Cotangents],
+        keep: dict[Group, list[Any]],
+        customized: Iterable[Any],
+        extensions: list[Any],
+    ) -> None:
+        """Store columns for parameters' turns, and for rules of users."""
+        for group, some in keep.items():
+            stored = self._stored.setdefault(group.uses[0], {})
+            for ext in some:
+                stored.setdefault(ext, []).append(pulled[group.uses[0]])
+        for call in customized:
+            call.columns = call.columns or {}
+            for source in {ext.source for ext in extensions}:
+                call.columns.setdefault(source, []).append(pulled[call])
 
-        def pull_again(columns: list[Tensor]) -> Cotangents:
-            return _with_axis(pull_chunk(columns[0][0]))
-
-        done = 0
-        for chunk in chain([first], chunks):
-            last.clear()  # which keeps columns
-            pulled = pull_chunk(chunk)
-            if own and not done:
-                given, once, who = [chunk[:, None]], _with_axis(pulled), names_at(own)
-                check_linear(given, once, pull_again, who, NO_DERIVATIVE, own)
-                del once
-            done += len(chunk)
-            if many and self._running.state.debug:
-                print(f"[DEBUG] {name_module(loss.module)}: pulled back {done} columns")
-            for group, some in keep.items():
-                stored = self._stored.setdefault(group.uses[0], {})
-                for ext in some:
-                    stored.setdefault(ext, []).append(pulled[group.uses[0]])
-            for call in customized:
-                call.columns = call.columns or {}
-                for source in sources:
-                    call.columns.setdefault(source, []).append(pulled[call])
-            for ext, group, param, product in self._products(at_once, pulled):
-                ext.check(group, param, product)
-                by = ext.for_parameter(param)
-                _add(totals, (ext, param), by.statistic(product), ext.combine)
-                if not (group.is_simple or by.looks_again):
-                    last[ext, param] = product
-                product = None
-        if any(ext.for_parameter(param).looks_again for ext, param in totals):
-            self._look_again(at_once, totals, map(pull_chunk, columns(size)))
-        for ext in extensions:
-            if not ext.additive:  # columns of all parameters belong together
-                params = {id(p) for group in groups for p in group.params}
-                self._running.kept.setdefault(ext, []).append((params, done))
-        for key, total in totals.items():
-            if key in last:
-                _add(self._values, key, key[0].finish(last[key], total), key[0].add)
-            else:
-                _add(self._statistics, key, total, key[0].combine)
+    def _reduce(
+        self,
+        pulled: dict[Any, Cotangents],
+        at_once: dict[Group, list[Any]],
+        totals: dict[Key, Any],
+        last: dict[Key, PerSample],
+    ) -> None:
+        """Add a chunk's part to sums over columns; keep products that finish needs."""
+        for ext, group, param, product in self._products(at_once, pulled):
+            ext.check(group, param, product)
+            by = ext.for_parameter(param)
+            _add(totals, (ext, param), by.statistic(product), ext.combine)
+            if not (group.is_simple or by.looks_again):
+                last[ext, param] = product
+            product = None
 
     def _plan(
         self, groups: Iterable[Group], extensions: list[Any], many: bool
@@ -291,23 +322,22 @@ class PullColumns:
         for key, value in seconds.items():
             _add(self._values, key, value, key[0].add)
 
-    def _carry(
-        self, edge: GradientEdge, column: Tensor, groups: list[Group], exts: list[Any]
-    ) -> bool:
+    def _carry(self, ways: Ways, column: Tensor, exts: list[Any]) -> bool:
         """Let the running backward pass carry a single column in place of the gradient.
 
         Nobody needs the gradient then, and nothing has to be pulled back twice.
 
         Args:
-            edge: Where the loss input sits in the graph.
-            column: The column ``[N, *]`` there.
-            groups: The parameters that the column reaches.
+            ways: What the column reaches.
+            column: The column ``[N, *]`` at the loss input.
             exts: All extensions that use it.
 
         Returns:
             Whether it does.
         """
-        running, current = self._running, self._running.state
+        if ways.customized or any(map(is_users, ways.own)):
+            return False  # what was compiled may run once only, see `DONATED`
+        running, current, groups = self._running, self._running.state, ways.groups
         inspection, active = running.inspection, current.active_exts
         # torch.autograd.grad returns them, a graph is for derivatives of theirs
         needed = current.gradient or running.accumulated.inputs is None
@@ -320,7 +350,9 @@ class PullColumns:
         modules = [call.module for call in inspection.calls]
         if any(ext.is_customized(module) for ext in active for module in modules):
             return False
-        node = None if inspection.is_seen else find_gateway(inspection, edge)
+        node, edge = None, ways.edge
+        if not inspection.is_seen:
+            node = find_gateway(inspection, edge)
         if node is None:
             return False
 
@@ -364,27 +396,25 @@ class PullColumns:
                     for held in (formed, pulled):
                         held.pop(use, None)
 
-    def _pull_chunk(
-        self, edge: GradientEdge, targets: list[Target], columns: Tensor
-    ) -> dict[Any, Cotangents]:
+    def _pull_chunk(self, ways: Ways, columns: Tensor) -> dict[Any, Cotangents]:
         """Let autograd pull columns back to the outputs of uses and calls.
 
         Column by column: on a CPU that is faster than a batched backward pass.
 
         Args:
-            edge: Where the loss input sits in the graph.
-            targets: Uses and calls, and where their outputs sit in the graph.
+            ways: What they reach.
             columns: Columns ``[V, N, *]`` at the loss input.
 
         Returns:
             Columns ``[V, *out]`` at each output of the uses and calls.
         """
+        targets, tensors = ways.targets, ways.tensors
         edges = [GradientEdge(t.node, t.entry.output_nr) for t in targets]
         stacks = [Stack(len(columns)) for _ in targets]
         create_graph = torch.is_grad_enabled()
-        with self._running.state.pull():
+        with gathered(tensors), without_hooks(tensors), self._running.state.pull():
             for column in columns.unbind():
-                pulled = pull(edge, edges, column, create_graph=create_graph)
+                pulled = pull(ways.edge, edges, column, create_graph=create_graph)
                 for stack, target, part in zip(stacks, targets, pulled):
                     stack.put(target.entry.in_shape(part))
         result: dict[Any, Cotangents] = {}
@@ -510,6 +540,18 @@ def _changed_by_hooks(module: Module) -> Module | None:
 
 def _listed(draw: Callable[[int], Iterable[Tensor]], size: int) -> list[Tensor]:
     return list(draw(size))
+
+
+def _require_linear(
+    ways: Ways, chunk: Tensor, pulled: dict[Any, Cotangents], pull_chunk: Callable
+) -> None:
+    """Refuse columns where somebody's own backward is not linear."""
+
+    def pull_again(columns: list[Tensor]) -> Cotangents:
+        return _with_axis(pull_chunk(columns[0][0]))
+
+    given, who = [chunk[:, None]], names_at(ways.own)
+    check_linear(given, _with_axis(pulled), pull_again, who, NO_DERIVATIVE, ways.own)
 
 
 def _with_axis(pulled: dict[Any, Cotangents]) -> Cotangents:

@@ -307,7 +307,8 @@ class Tracker(LowMode):
         kind, certain = request.kind, self._finder.certain(data)
         mixed = 0 < len(certain) < len(data)
         pairs: list[Constant] = []
-        since, saved = 0, ()
+        since = 0
+        saved: Sequence[Any] = ()
         if kind.name in LIKE_ANOTHER and any([x is request.args[0] for x in data]):
             constants = []
         if constants and is_grad_enabled():
@@ -387,14 +388,16 @@ class Tracker(LowMode):
             with _UNSEEN():
                 of_base = self.find_placement(written._base)
             self._leave_views(written._base)
-        every = given.data, given.certain, deciding
-        shown_in = [[shown if x is written else x for x in some] for some in every]
-        return Operands((shown, *given.args[1:]), *shown_in, of_base)
+        data, certain, deciding = (
+            [shown if x is written else x for x in some]
+            for some in (given.data, given.certain, deciding)
+        )
+        return Operands((shown, *given.args[1:]), data, certain, deciding, of_base)
 
     def _find(
         self, done: Performed, given: Operands, key: tuple
     ) -> tuple[list[Placement], list[bool]]:
-        """Find where samples are in results, and whether all samples might share them."""
+        """Find where samples are in results, and whether all might share these."""
         data, outs = given.data, done.outs
         placements = self._finder.recall(key, outs)
         if outs[0].is_nested:

@@ -640,6 +640,131 @@ def test_hook_may_delete(quantity: Callable):
     assert not any(hasattr(param, ext.savefield) for param in model.parameters())
 
 
+class OwnProduct(torch.autograd.Function):
+    """A linear map with a backward of one's own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        """Multiply.
+
+        Args:
+            ctx: For the backward pass.
+            x: Input.
+            weight: Weight.
+
+        Returns:
+            Output.
+        """
+        ctx.save_for_backward(x, weight)
+        return x @ weight.T
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> Tuple[Tensor, Tensor]:
+        """Pull back a gradient.
+
+        Args:
+            ctx: From the forward pass.
+            grad_output: The gradient.
+
+        Returns:
+            Gradients of input and weight.
+        """
+        x, weight = ctx.saved_tensors
+        return grad_output @ weight, grad_output.T @ x
+
+
+class OwnChain(Module):
+    """Parameters that functions of one's own take, one after the other."""
+
+    def __init__(self):
+        """Create them."""
+        super().__init__()
+        self.first = nn.Parameter(torch.rand(4, 3))
+        self.second = nn.Parameter(torch.rand(2, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Multiply twice.
+
+        Args:
+            x: Input.
+
+        Returns:
+            Output.
+        """
+        return OwnProduct.apply(OwnProduct.apply(x, self.first).tanh(), self.second)
+
+
+class OwnState(Module):
+    """A parameter that a layer inside takes: the state that a cell begins with."""
+
+    def __init__(self):
+        """Create state and layers."""
+        super().__init__()
+        self.state = nn.Parameter(torch.rand(3))
+        self.cell, self.last = nn.GRUCell(3, 3), nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Take two steps.
+
+        Args:
+            x: Input.
+
+        Returns:
+            Output.
+        """
+        h = self.state.expand(len(x), -1)
+        return self.last(self.cell(x, self.cell(x, h)))
+
+
+class OwnFactors(Module):
+    """Parameters of the model that operations take between its layers."""
+
+    def __init__(self):
+        """Create parameters and layers."""
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(4, 3))
+        self.scale = nn.Parameter(torch.rand(2))
+        self.layer, self.inside = nn.Linear(4, 2), Module()
+        self.inside.factor = nn.Parameter(torch.rand(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Multiply, scale, map, scale.
+
+        Args:
+            x: Input.
+
+        Returns:
+            Output.
+        """
+        x = F.linear(x, self.weight).tanh() * self.inside.factor
+        return self.layer(x) * self.scale
+
+
+CONVERTED = ["BatchGrad", "DiagGGNExact", "DiagHessian", "BatchDiagHessian", "HMP"]
+TAKEN_ELSEWHERE = [
+    *((kind, False, name) for kind in (OwnChain, OwnState) for name in CONVERTED[:2]),
+    *((OwnFactors, True, name) for name in CONVERTED),
+]
+
+
+@pytest.mark.parametrize("kind, converts, name", TAKEN_ELSEWHERE)
+def test_hook_waits_for_what_is_taken_elsewhere(kind: type, converts: bool, name: str):
+    """The hook finds the field of each parameter at the module that has it."""
+    model = extend(kind(), use_converter=converts)
+    ext, found = make_extension(name), []
+
+    def take(module: Module) -> None:
+        for param in module.parameters(recurse=False):
+            if hasattr(param, ext.savefield):
+                found.append(param)
+                delattr(param, ext.savefield)
+
+    with backpack(ext, extension_hook=take):
+        loss = extend(nn.CrossEntropyLoss())
+        loss(model(torch.rand(N, 3)), torch.tensor([0, 1, 1])).backward()
+    assert set(found) == set(model.parameters())
+
+
 @pytest.mark.parametrize("quantity", IN_TURN)
 def test_hook_sees_gradients(quantity: Callable):
     """Autograd has accumulated a layer's gradient when the hook runs."""

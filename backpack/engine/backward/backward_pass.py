@@ -121,7 +121,6 @@ class BackwardPass:
         )
         self._check = Check(self) if current.check else None
         self.losses: list[Call] = []
-        self._ending: list[Call] = []  # whose turns are over, but for the hook
         self._visits = Visits(current)
         self._begins_with_one = begins_with_one and bool(roots)
         self.walked: set[Any] = set()
@@ -266,7 +265,7 @@ class BackwardPass:
 
     def conclude(self) -> None:
         """Save the values that need all parameters; none if one of them fails."""
-        self._call_hooks()
+        self._visits.run(self, self._let_go, waits=False)
         self._visits.end(self)
         exts = self.state.active_exts
         with torch.set_grad_enabled(self._creates_graph), undisturbed():
@@ -309,6 +308,7 @@ class BackwardPass:
         if not self._keeps_io:
             clear_others(self.inspection.calls)
         vars(self).pop("group_of", None)
+        self._visits = Visits(self.state)
         of_uses = self.gradients, self._formed, self.groups_of
         for kept in (self._idle, self.kept, self.groups, *of_uses):
             kept.clear()
@@ -327,8 +327,8 @@ class BackwardPass:
             g_out: Gradients at its outputs.
             entries: What ends in the same node of the graph.
         """
-        if self._ending:
-            self._call_hooks()
+        if self._visits.ended:  # autograd has gone on since
+            self._visits.run(self, self._let_go)
         if not self._is_filtered:
             self._filter()
         with undisturbed():
@@ -507,6 +507,7 @@ class BackwardPass:
                     print(f"[DEBUG] Running extension {ext} on {name_module(module)}")
                 turn.g_out = self.pull_back.of_losses.at(call, ext, g_out)
                 ext(module, g_inp, turn.g_out)
+        self._visits.taken.add(call)
         self._begun.add(call)
         self._end(call)
 
@@ -529,18 +530,9 @@ class BackwardPass:
             return
         self._begun.remove(call)
         if self._shows_calls:
-            self._ending.append(call)
+            self._visits.ended.append(call)
         else:
             self._let_go(call)
-
-    def _call_hooks(self) -> None:
-        """Call the hook for turns that have ended: autograd has gone on since."""
-        ending, self._ending = self._ending, []
-        for call in ending:
-            try:
-                self._visits.visit(call.module, self)
-            finally:
-                self._let_go(call)
 
     def _let_go(self, call: Call) -> None:
         if self._keeps_io:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Container, Iterable
+from typing import Any, Callable, Container, Iterable
 
 from torch import Tensor
 from torch.nn import Module, Parameter
@@ -15,8 +15,13 @@ from backpack.utils.state import State
 class Visits:
     """Runs the hook of a context.
 
-    A module that is never called, like a list of parameters, or a layer whose weight
-    another module takes, is visited after the one around it.
+    A module is visited when its parameters have their values, also where an operation
+    elsewhere takes them. One that is never called, like a list of parameters, or a
+    layer whose weight another module takes, is visited after the one around it.
+
+    Attributes:
+        ended: Calls whose turns are over, but for the visit.
+        taken: Calls that have had their turn.
     """
 
     def __init__(self, current: State):
@@ -26,16 +31,50 @@ class Visits:
             current: What is active.
         """
         self._current = current
+        self.ended: list[Call] = []
+        self.taken: set[Call] = set()
         self._never_called: dict[Module, list[Parameter]] = {}
         self._are_known = False
+        # calls that compute a parameter's value, from module to module
+        self._takers: dict[Tensor, set[Call]] | None = None
 
-    def visit(self, module: Module, running: Any) -> None:
-        """Visit a module that was called, and those inside that never are.
+    def run(
+        self, running: Any, let_go: Callable[[Call], None], waits: bool = True
+    ) -> None:
+        """Visit modules whose turns have ended.
 
         Args:
-            module: The module, whose turn has ended.
             running: The backward pass.
+            let_go: Drops what a call keeps, after the visit.
+            waits: Whether to wait for values that parameters lack. Default: ``True``.
         """
+        ended, self.ended = self.ended, []
+        for call in ended:
+            if waits and self._lacks_values(call, running):
+                self.ended.append(call)
+                continue
+            try:
+                self._visit(call.module, running)
+            finally:
+                let_go(call)
+
+    def _lacks_values(self, call: Call, running: Any) -> bool:
+        """Tell whether what takes a call's parameters elsewhere has no values yet."""
+        if self._current.extension_hook is no_op:
+            return False
+        params, group_of = call.parameters.values(), running.group_of
+        if any(group_of[p].pending for p in params if p in group_of):
+            return True
+        if self._takers is None:
+            self._takers = {}
+            walks = any(ext.walks_modules for ext in self._current.active_exts)
+            for other in running.inspection.calls if walks else ():
+                for param in other.parameters.values():
+                    self._takers.setdefault(param, set()).add(other)
+        return any(self._takers.get(p, set()) - self.taken for p in params)
+
+    def _visit(self, module: Module, running: Any) -> None:
+        """Visit a module that was called, and those inside that never are."""
         self._run(module)
         if self._current.extension_hook is no_op:
             return

@@ -115,6 +115,44 @@ class Power(Module):
         return (self.exponent * x).exp()
 
 
+class Derivative(Module):
+    """A module that differentiates what it computes, as physics does."""
+
+    def __init__(self, alone: bool = False):
+        """Create the parameters.
+
+        Args:
+            alone: Whether the derivative is all that it returns. Default: ``False``.
+        """
+        super().__init__()
+        self.alone = alone
+        self.first = nn.Parameter(torch.rand(4, 3))
+        self.last = nn.Parameter(torch.rand(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Multiply a network's output with its derivative by ``[N, 3]``."""
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            u = (x @ self.first.T).tanh() @ self.last
+            (derivative,) = grad(u.sum(), x, create_graph=True)
+        return derivative if self.alone else u.unsqueeze(1) * derivative
+
+
+class InnerStep(Module):
+    """A module that takes a step on its weight before it uses it."""
+
+    def __init__(self):
+        """Create the weight."""
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(4, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map ``[N, 3]`` to ``[N, 4]``."""
+        error = (x @ self.weight.T).tanh().square().mean()
+        (step,) = grad(error, self.weight, create_graph=True)
+        return x @ (self.weight - 0.5 * step).T
+
+
 def layer(
     id: str, make: Callable[[], Module], *shape: int, without: Tuple[str, ...] = ()
 ) -> Case:
@@ -261,6 +299,15 @@ WITH_PARAMETERS = [
             without=NON_LINEAR + SHARED,
         )
         for cls in (nn.RNN, nn.LSTM, nn.GRU)
+    ],
+    *[
+        Case(
+            f"Derivative-{alone}",
+            lambda alone=alone: Sequential(Derivative(alone), nn.Linear(3, 3)),
+            lambda: (torch.rand(N, 3, dtype=F64),),
+            without=NON_LINEAR,
+        )
+        for alone in (False, True)
     ],
     Case(
         "Embedding",
@@ -1601,6 +1648,56 @@ def test_refused(ext: Callable, name: str):
     problem = Problem(model, nn.CrossEntropyLoss(), (X,), (y,))
     with pytest.raises((NotImplementedError, RuntimeError), match=message):
         run(problem, ext())
+
+
+def test_hmp_of_a_step():
+    """A module may differentiate what it computes for the whole batch."""
+    model = randomize(Sequential(InnerStep(), nn.Linear(4, 3)).to(F64))
+    x, y = torch.rand(N, 3, dtype=F64), torch.randint(3, (N,))
+    weight = model[0].weight
+
+    def loss(value: Tensor) -> Tensor:
+        out = torch.func.functional_call(model, {"0.weight": value}, (x,))
+        return F.cross_entropy(out, y)
+
+    dense = hessian(loss, weight.detach().requires_grad_()).reshape(12, 12)
+    model, lossfunc = extend(model), extend(nn.CrossEntropyLoss())
+    with backpack(HMP()):
+        lossfunc(model(x), y).backward()
+    products = weight.hmp(torch.eye(12, dtype=F64).reshape(12, 4, 3))
+    assert_agrees(products.flatten(1), dense, "products")
+
+
+USED_ELSEWHERE: Dict[str, Callable] = {
+    "factor of the loss": lambda m, f, x, y: f(m(x), y) * m[0].weight.square().sum(),
+    "added to the input": lambda m, f, x, y: f(m(x + m[0].bias), y),
+    "in an operation": lambda m, f, x, y: f(m(x) + F.linear(x, m[0].weight), y),
+    "in a derivative": lambda m, f, x, y: f(_derivative(m, x), y),
+}
+
+
+def _derivative(model: Module, x: Tensor) -> Tensor:
+    """Multiply a model's output with the derivative of its sum."""
+    x = x.clone().requires_grad_()
+    out = model(x)
+    return out * grad(out.sum(), x, create_graph=True)[0]
+
+
+@pytest.mark.parametrize("ext", [DiagHessian, KFRA, HMP, GGNMP, PCHMP])
+@pytest.mark.parametrize("name", [*USED_ELSEWHERE, "regularizer"])
+def test_used_elsewhere(ext: Callable, name: str):
+    """What else is done with a parameter is refused; a regularizer is told."""
+    model = extend(Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3)))
+    lossfunc, x = extend(nn.CrossEntropyLoss()), torch.rand(4, 3)
+    y = torch.randint(3, (4,))
+    if name in USED_ELSEWHERE:
+        value = USED_ELSEWHERE[name](model, lossfunc, x, y)
+        told = pytest.raises(NotImplementedError, match="can't see it: .*'0\\.")
+    else:
+        value = lossfunc(model(x), y) + model[0].weight.square().sum()
+        told = pytest.warns(UserWarning, match="no sample.*'0.weight'")
+    with told, backpack(ext()):
+        value.backward()
 
 
 @EACH

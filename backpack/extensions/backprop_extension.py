@@ -70,6 +70,8 @@ class BackpropExtension(ABC):  # noqa: B024
             of the gradient.
         separates_samples: Whether the values presume that axis 0 holds samples which do
             not influence each other.
+        needs_all_uses: Whether values are wrong where a parameter is used and nothing
+            has seen it; so it is if samples are separate.
         refuses_coupled_samples: Whether it is an error if a batch normalization in
             training mode makes them do so. It is a warning otherwise.
         takes_complex: Whether it is defined for parameters that are complex numbers:
@@ -87,7 +89,7 @@ class BackpropExtension(ABC):  # noqa: B024
     adds_up_from: int | None = None
     takes_rules = True
     replaces_gradient = False
-    separates_samples = False
+    separates_samples = needs_all_uses = False
     refuses_coupled_samples = True
     takes_complex = False
 

@@ -198,8 +198,8 @@ class BackwardPass:
 
     def _look_at(self, roots: Sequence[GradientEdge]) -> None:
         """Inspect the graph."""
-        walks = any(ext.walks_modules for ext in self.state.active_exts)
-        self.inspection = Inspection(roots, walks)
+        walk = [ext.walks_modules for ext in self.state.active_exts]
+        self.inspection = Inspection(roots, any(walk), all(walk))
         parallel.unify(self.inspection.uses, self.inspection.calls)
         self._find_groups(list(self.inspection.uses))
 
@@ -228,10 +228,11 @@ class BackwardPass:
             self.terms = coverage.terms_without_loss(inspection)
         if curved and self.terms:
             warn_user(coverage.MISSING_TERM.format(nodes=", ".join(self.terms)))
-        if self._separating:
-            uses, separating = list(self.groups_of), self._separating
-            separate = coverage.check_samples(inspection, uses, params, separating)
-            for ext in separating:  # what has no other use was named
+        counting = [x for x in exts if x.separates_samples or x.needs_all_uses]
+        if counting:
+            uses = list(self.groups_of)
+            separate = coverage.check_uses(inspection, uses, params, counting)
+            for ext in counting:  # what has no other use was named
                 self.exempt(ext, separate)
             if self._check is not None:
                 self._check.separate = separate

@@ -114,19 +114,19 @@ NESTED_PARAMETERS = (
 )
 
 
-def check_samples(
+def check_uses(
     inspection: Inspection,
     uses: Sequence[Use],
     params: Sequence[Tensor],
     extensions: Sequence[Any],
 ) -> list[Tensor]:
-    """Refuse a graph in which samples are not separate, or parameters not seen.
+    """Refuse a graph in which parameters are not seen, or samples not separate.
 
     Args:
         inspection: What the graph looks like.
         uses: The uses in it.
         params: Their parameters.
-        extensions: Extensions that separate samples.
+        extensions: Extensions for which all uses of a parameter have to be seen.
 
     Returns:
         Parameters that are also used in terms of the loss that belong to no sample.
@@ -134,6 +134,42 @@ def check_samples(
     Raises:
         NotImplementedError: If quantities would be wrong.
     """
+    separating = [ext for ext in extensions if ext.separates_samples]
+    if separating:
+        _check_kinds(inspection, params, separating)
+    known = set(map(id, params))
+    separate, outside = inspection.uses_outside(known)
+    behind = [p for node in inspection.tangents for p in graph.leaves_behind(node)]
+    steps, others = _behind_uses(uses)
+    entangled = {
+        DERIVATIVE: outside,
+        STEP: steps,
+        TANGENT: [param for param in dict.fromkeys(behind) if id(param) in known],
+    }
+    if separating and params and not (others or any(entangled.values())):
+        _require_apart(inspection, separating)
+    unseen = never_seen(inspection, known)
+    if all(ext.walks_modules for ext in extensions):
+        unseen = [param for param in unseen if param in inspection.outside]
+    alone = _regularized(inspection, unseen)
+    unseen = [param for param in unseen if param not in alone]
+    entangled[NOT_WATCHED] = [*unseen, *others]
+    way = next((way for way, found in entangled.items() if found), None)
+    if way is not None:
+        for met in () if params else inspection.coupled():  # before any parameter
+            refuse(names_of(extensions), met, "any parameter")
+        says = _outside(inspection, entangled[way], way, extensions)
+        raise NotImplementedError(says)
+    separate += alone
+    if separate:
+        warn_user(SEPARATE_USE.format(names=graph.describe(separate)))
+    return separate
+
+
+def _check_kinds(
+    inspection: Inspection, params: Sequence[Tensor], extensions: Sequence[Any]
+) -> None:
+    """Refuse parameters, and parts of a model, that have no individual quantities."""
     leaves = (*inspection.reached, *params)
     nested = [x for x in leaves if x.is_nested and isinstance(x, Parameter)]
     if nested:
@@ -152,38 +188,17 @@ def check_samples(
         if any(ext.refuses_coupled_samples for ext in extensions):
             raise NotImplementedError(message)
         warn_user(message)
-    known = set(map(id, params))
-    separate, outside = inspection.uses_outside(known)
-    behind = [p for node in inspection.tangents for p in graph.leaves_behind(node)]
-    steps, others = _behind_uses(uses)
-    entangled = {
-        DERIVATIVE: outside,
-        STEP: steps,
-        TANGENT: [param for param in dict.fromkeys(behind) if id(param) in known],
-    }
-    if params and not (others or any(entangled.values())):
-        refused = [*inspection.coupled(), *_met_in_tails(inspection)]
-        refused.sort(key=lambda met: not met.is_of_inputs)
-        if refused and not refused[0].is_of_inputs and is_separable(inspection.roots):
-            refused = []
-        before = [call.placement for call in inspection.losses]
-        refused += [met for met in before if isinstance(met, Mixed)]
-        for met in refused:
-            refuse(names_of(extensions), met, "any parameter")
-    unseen = never_seen(inspection, known)
-    alone = _regularized(inspection, unseen)
-    unseen = [param for param in unseen if param not in alone]
-    entangled[NOT_WATCHED] = [*unseen, *others]
-    way = next((way for way, found in entangled.items() if found), None)
-    if way is not None:
-        for met in () if params else inspection.coupled():  # before any parameter
-            refuse(names_of(extensions), met, "any parameter")
-        says = _outside(inspection, entangled[way], way, extensions)
-        raise NotImplementedError(says)
-    separate += alone
-    if separate:
-        warn_user(SEPARATE_USE.format(names=graph.describe(separate)))
-    return separate
+
+
+def _require_apart(inspection: Inspection, extensions: Sequence[Any]) -> None:
+    """Refuse a graph in which samples have met."""
+    refused = [*inspection.coupled(), *_met_in_tails(inspection)]
+    refused.sort(key=lambda met: not met.is_of_inputs)
+    if refused and not refused[0].is_of_inputs and is_separable(inspection.roots):
+        refused = []
+    before = [call.placement for call in inspection.losses]
+    for met in (*refused, *[met for met in before if isinstance(met, Mixed)]):
+        refuse(names_of(extensions), met, "any parameter")
 
 
 def check_batch_norm(turn: Any, raise_error: bool = True) -> None:

@@ -76,13 +76,16 @@ class Inspection:
         nodes: All nodes, but those inside of uses.
     """
 
-    def __init__(self, roots: Sequence[GradientEdge], walks: bool = False):
+    def __init__(
+        self, roots: Sequence[GradientEdge], walks: bool = False, only: bool = False
+    ):
         """Inspect a graph.
 
         Args:
             roots: Where the backward pass begins.
             walks: Whether quantities go from module to module, also to those that
                 are called on parameters alone. Default: ``False``.
+            only: Whether all quantities do. Default: ``False``.
         """
         self.roots = roots
         self.calls: dict[Any, Node] = {}
@@ -92,6 +95,7 @@ class Inspection:
         self.meetings: dict[Node, Mixed] = {}
         self.tangents: list[Node] = []
         self.separating: set[Any] = set()
+        self._only_walks = walks and only
         self._stand_ins: dict[Node, Use] = {}
         self._direct: dict[int, list[Use]] = {}  # uses without stand-in, by parameter
         self._insides: dict[Use, tuple[int, set[Node]]] = {}
@@ -325,6 +329,24 @@ class Inspection:
         return any(x._backward_hooks or x.retains_grad for x in tensors)
 
     @cached_property
+    def _taken_whole(self) -> dict[Any, set[Node]]:
+        """Nodes inside of calls that rules of modules differentiate as a whole."""
+        found = {}
+        for call in self.calls if self._only_walks else ():
+            if not (call.is_loss or call.is_transparent):
+                before = [e.node for e in call.input_edges if e is not None]
+                before += [e.node for es in call.edges_before.values() for e in es]
+                found[call] = set(walk(self.nodes_of(call), without=before))
+        return found
+
+    def _is_taken_whole(self, param: Tensor, node: Node) -> bool:
+        """Tell whether the rule for a module sees what takes a parameter of its."""
+        return any(
+            node in inside and any(param is p for p in call.parameters.values())
+            for call, inside in self._taken_whole.items()
+        )
+
+    @cached_property
     def outside(self) -> dict[Tensor, list[Node]]:
         """Nodes that use a parameter where nothing has seen it."""
         found: dict[Tensor, list[Node]] = {}
@@ -344,6 +366,12 @@ class Inspection:
             leaf, source = constant.leaf, constant.source
             for param in [leaf] if source is None else leaves_behind(source.node):
                 found.setdefault(param, []).append(node)
+        if self._only_walks:
+            unseen = {
+                param: [x for x in nodes if not self._is_taken_whole(param, x)]
+                for param, nodes in found.items()
+            }
+            found = {param: nodes for param, nodes in unseen.items() if nodes}
         return found
 
     @cached_property

@@ -181,6 +181,7 @@ class CurvatureProduct(WalkingExtension):
 
     keeps_io = True
     separates_samples = refuses_coupled_samples = False
+    needs_all_uses = True
     rule = CurvatureProductRule
 
     def __init__(self, savefield: str, curv_type: str):

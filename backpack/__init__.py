@@ -331,14 +331,14 @@ def compile_step(
     The result is called with tensors, and leaves what a plain step leaves: gradients
     are added to ``.grad``, quantities are saved on the parameters, running statistics
     are updated, random numbers are new ones. Parameters may change between two calls;
-    shapes, types, modes (``train()``, ``eval()``) and ``requires_grad`` as well, for
-    which the step is compiled again. Until then, everything else is as it was when it
-    was compiled: numbers that are not in tensors, and which way Python has gone.
+    shapes, types, modes (``train()``, ``eval()``), ``requires_grad``, attributes and
+    hooks of modules, numbers that the closure reads, and options of extensions as well,
+    for which the step is compiled again. Until then, everything else is as it was when
+    it was compiled, like numbers that functions read which the closure calls.
 
     Before it is compiled, the step is run twice by Python. That leaves no trace in
-    arguments, parameters and buffers; but what the closure writes to other tensors is
-    written then, too, and what is printed, counted or appended to a list happens then,
-    and not afterwards.
+    tensors and generators of random numbers; but what is printed, counted or appended
+    to a list happens then, and not afterwards.
 
     Args:
         closure: Computes the loss from tensors, with modules that are extended.

@@ -7,14 +7,18 @@ take long: one network is compiled in the usual run, with two quantities; with
 
 import gc
 import os
+import random
 import warnings
 from contextlib import nullcontext
 from copy import deepcopy
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, Callable, Dict, List, NamedTuple, Optional, Tuple
 
+import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from cases import F64, inverse, randomize
 from oracle import assert_agrees
 from per_sample import Backward
@@ -22,6 +26,7 @@ from torch import Tensor, nn, vmap
 from torch.func import grad
 from torch.nn import Module
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 from backpack import backpack, compile_step, extend, extensions
 from backpack.compiled import CompiledStep
@@ -897,6 +902,234 @@ def test_refused(row: Refused):
         step.traced(make(row.name))(X, y)
     assert torch.equal(torch.random.get_rng_state(), before)
     assert all(p.grad is None for p in step.model.parameters())
+
+
+class Own(Module):
+    """Multiplies with what a function computes, of the module and its input."""
+
+    def __init__(self, function: Callable[[Any, Tensor], Any]):
+        """Store the function, and what it may read.
+
+        Args:
+            function: The function.
+        """
+        super().__init__()
+        self.function = function
+        self.register_buffer("count", torch.ones(3, dtype=torch.long))
+        self.options, self.scales, self.pair = {"a": [1.0, 2.0]}, [1.0, 2.0], (1.0, 2)
+        self.space, self.array = SimpleNamespace(a=1.0), np.ones(2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Multiply."""
+        return x * self.function(self, x)
+
+
+def reseeded(module: Module, x: Tensor) -> Tensor:
+    """Draw numbers that are always the same."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return torch.rand_like(x)
+
+
+def dropped_again(module: Module, x: Tensor) -> Tensor:
+    """Draw numbers that are drawn again in the backward pass."""
+    return checkpoint(lambda x: F.dropout(x), x, use_reentrant=False)
+
+
+READING: Dict[str, Callable[[Any, Tensor], Any]] = {
+    "numpy": lambda m, x: x.detach().numpy().max(),
+    "asarray": lambda m, x: np.asarray(x.detach()).max(),
+    "dlpack": lambda m, x: float(np.from_dlpack(x.detach()).max()),
+    "list": lambda m, x: max(x[0].tolist()),
+    "int of a buffer": lambda m, x: int(m.count[0]),
+    "branch by a buffer": lambda m, x: 2.0 if m.count[0] > 0 else 1.0,
+    "equal": lambda m, x: float(torch.equal(m.count, m.count.abs())),
+    "nonzero": lambda m, x: len(m.count.nonzero()),
+    "unique": lambda m, x: len(x.detach().unique()),
+    "mask": lambda m, x: m.count[m.count > 0].sum(),
+    "where": lambda m, x: len(torch.where(m.count)[0]),
+    "repeated": lambda m, x: len(m.count.repeat_interleave(m.count)),
+    "random of Python": lambda m, x: random.random(),
+    "random of NumPy": lambda m, x: np.random.rand(),
+    "seed": reseeded,
+    "checkpoint": dropped_again,
+    "generator": lambda m, x: torch.rand(4, generator=torch.Generator()).to(x),
+    "backward": lambda m, x: [m.scale.exp().sum().backward(), 1.0][1],
+}
+
+
+@pytest.mark.parametrize("name", READING)
+def test_what_is_not_in_operations_is_refused(cpu: None, name: str):
+    """Numbers that leave tensors, or come from elsewhere, would be the first call's."""
+    step = Step()
+    own = extend(Own(READING[name]))
+    own.scale = nn.Parameter(torch.ones(4, dtype=F64))
+    step.model.append(own)
+    with pytest.raises(NotImplementedError, match="operations cannot be recorded"):
+        step.traced()(*step.data)
+    assert torch.equal(own.count, torch.ones(3, dtype=torch.long))
+
+
+CONSTANTS: Dict[str, Callable[[Any, Tensor], Any]] = {
+    "list": lambda m, x: sum(torch.linspace(0, 1, 3).tolist()),
+    "like": lambda m, x: max(x.new_ones(3).tolist()),
+    "checkpoint": lambda m, x: checkpoint(torch.sin, x, use_reentrant=False),
+    "drawn": lambda m, x: F.dropout(F.dropout(x), 0.2),
+}
+
+
+@pytest.mark.parametrize("name", CONSTANTS)
+def test_what_never_changes_may_be_read(cpu: None, name: str):
+    """Numbers of constants, a checkpoint, and random numbers in order are recorded."""
+    step = Step()
+    step.model.append(extend(Own(CONSTANTS[name])))
+    results = []
+    for take in (step.traced(), lambda *data: step.plain()):
+        torch.manual_seed(0)
+        results.append([take(*step.data), *step.taken().values()])
+    assert_agrees(*results)
+
+
+FACTOR = 1.0
+
+
+def of_global(module: Module, x: Tensor) -> float:
+    """Read a number of the file."""
+    return FACTOR
+
+
+def change_global(own: Any) -> None:
+    """Change it."""
+    globals()["FACTOR"] += 1
+
+
+READ: Dict[str, Tuple[Callable[[Any, Tensor], Any], Callable[[Any], Any]]] = {
+    "dictionary": (lambda m, x: m.options["a"][1], lambda m: m.options["a"].reverse()),
+    "list": (lambda m, x: m.scales[0], lambda m: m.scales.reverse()),
+    "tuple": (lambda m, x: m.pair[1], lambda m: setattr(m, "pair", (1.0, 5))),
+    "space": (lambda m, x: m.space.a, lambda m: setattr(m.space, "a", 3.0)),
+    "array": (lambda m, x: m.array[0], lambda m: m.array.fill(3.0)),
+    "hook": (
+        lambda m, x: 1.0,
+        lambda m: m.register_forward_hook(lambda m, args, out: 2 * out),
+    ),
+    "forward": (
+        lambda m, x: 1.0,
+        lambda m: setattr(m, "forward", lambda x: x.sin()),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", READ)
+def test_changes_of_what_a_module_reads(name: str):
+    """A step is recorded anew for what is in containers, and for hooks."""
+    read, change = READ[name]
+    step, own = Step(), extend(Own(read))
+    step.model.append(own)
+    run = step.traced()
+    for _ in range(2):
+        found = [run(*step.data), *step.taken().values()]
+        assert_agrees(found, [step.plain(), *step.taken().values()])
+        change(own)
+
+
+class Trainer:
+    """Has what its loss reads."""
+
+    def __init__(self, step: Step):
+        """Begin with a factor of one."""
+        self.step, self.factor, self.seen = step, 1.0, 0
+
+    def loss(self, X: Tensor, y: Tensor) -> Tensor:
+        """Compute a loss."""
+        return self.step.loss(self.factor * self.step.model(X), y)
+
+
+@pytest.mark.parametrize("kind", ["method", "cell", "global", "default", "partial"])
+def test_changes_of_what_the_closure_reads(kind: str):
+    """A step is recorded anew for numbers that the closure reads, and only then."""
+    step, numbers = Step(), {"factor": 1.0}
+    trainer, plain, traced = Trainer(step), step.closure, []
+
+    def of_cell(X: Tensor, y: Tensor) -> Tensor:
+        return step.loss(numbers["factor"] * step.model(X), y)
+
+    def of_file(X: Tensor, y: Tensor) -> Tensor:
+        return step.loss(FACTOR * step.model(X), y)
+
+    def given(X: Tensor, y: Tensor, by: Dict[str, float] = numbers) -> Tensor:
+        return step.loss(by["factor"] * step.model(X), y)
+
+    def of_first(by: Dict[str, float], X: Tensor, y: Tensor) -> Tensor:
+        return step.loss(by["factor"] * step.model(X), y)
+
+    step.closure = {
+        "method": trainer.loss,
+        "cell": of_cell,
+        "global": of_file,
+        "default": given,
+        "partial": partial(of_first, numbers),
+    }[kind]
+    run = CompiledStep(
+        step.closure,
+        backpack,
+        (),
+        lambda graph, _: traced.append(graph) or graph,
+        False,
+    )
+    for number in range(3):
+        for _ in range(2):
+            found = [run(*step.data), *step.taken().values()]
+            assert_agrees(found, [step.plain(), *step.taken().values()])
+            trainer.seen += 1
+        assert len(traced) == number + 1
+        trainer.factor += 1
+        numbers["factor"] += 1
+        change_global(None)
+    step.closure = plain
+
+
+def test_changes_of_options():
+    """A step is recorded anew for another option of an extension."""
+    step, ext = Step(), extensions.ClippedGrad(1e-2)
+    run = step.traced(ext)
+    for max_norm in (1e-2, 1e-3):
+        ext.max_norm = max_norm
+        found = [run(*step.data), *step.taken(ext).values()]
+        assert_agrees(found, [step.plain(ext), *step.taken(ext).values()])
+
+
+def test_changes_without_end():
+    """A step that is recorded again and again says what has changed."""
+    step, own = Step(), extend(Own(lambda m, x: m.scales[0]))
+    step.model.append(own)
+    run = step.traced()
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for number in range(9):
+            own.scales.append(number)
+            run(*step.data)
+    assert ["'scales'" in str(x.message) for x in told] == [True]
+
+
+def test_parameters_that_the_closure_writes_to():
+    """What a closure writes to before a module is called is written once."""
+    step = Step()
+    weight, plain = step.model[0].weight, step.closure
+
+    def closure(X: Tensor, y: Tensor) -> Tensor:
+        with torch.no_grad():
+            weight.mul_(0.9)
+        return plain(X, y)
+
+    step.closure = closure
+    start, found = weight.detach().clone(), []
+    for take in (step.traced(), lambda *data: step.plain()):
+        with torch.no_grad():
+            weight.copy_(start)
+        value = take(*step.data)
+        found.append([value, weight.detach().clone(), *step.taken().values()])
+    assert_agrees(*found)
 
 
 def test_one_of_several_processes_is_refused(monkeypatch: pytest.MonkeyPatch):

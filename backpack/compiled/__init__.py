@@ -8,8 +8,8 @@ statistics, become inputs of the graph, which :func:`torch.compile` compiles.
 from __future__ import annotations
 
 from contextlib import contextmanager
-from threading import RLock, get_ident
-from typing import Any, Callable, Iterable, Iterator, NamedTuple
+from threading import RLock
+from typing import Any, Callable, Iterator, NamedTuple
 from warnings import catch_warnings, simplefilter
 
 import torch
@@ -17,11 +17,16 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, make_fx
 from torch.nn import Module, Parameter
-from torch.nn.modules.module import register_module_forward_pre_hook
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from backpack.core.derivatives.stored import STORED
+from backpack.compiled.guards import (
+    attributes,
+    of_arguments,
+    of_function,
+    of_modules,
+    of_options,
+)
+from backpack.compiled.trial import NOT_TRACED, Reading, as_before
 from backpack.core.fast.whole import KeepWhole
 from backpack.engine.nodes.graph import describe, leaves_behind
 from backpack.extensions.backprop_extension import BackpropExtension
@@ -29,7 +34,7 @@ from backpack.utils.errors import warn_user
 from backpack.utils.hooks import represent
 from backpack.utils.parallel import is_parallel
 from backpack.utils.state import state
-from backpack.utils.types import tensors_in, undisturbed
+from backpack.utils.types import undisturbed
 
 NO_TENSORS = (
     "compile_step(...): {ext} saves objects in '{field}' that are no tensors, which no "
@@ -38,12 +43,6 @@ NO_TENSORS = (
 HOOKS = (
     "compile_step(...): {names} has a hook, which would run once, when the step is "
     "traced, and never again. Remove it, or run a plain backward pass."
-)
-NOT_TRACED = (
-    "compile_step(...): the step runs as it is, but its operations cannot be recorded: "
-    "{error}. It must do the same for all numbers in its tensors (no `if` about them, "
-    "no `.item()`, no indexing with a mask), and draw from PyTorch's own generator. "
-    "Leave out what does, or run a plain backward pass."
 )
 BY_NUMBERS = (
     "where samples are after `{name}` "
@@ -66,15 +65,17 @@ NO_LEAF = (
     "was computed from tensors that require a gradient. Detach it, or compute it "
     "inside."
 )
-REPLACED = (
-    "compile_step(...): the forward pass of {module} puts another tensor into its "
-    "buffer '{name}', which a graph cannot do. Write into the buffer, in place."
-)
-
 SETS = (
     "compile_step(...): the forward pass of {module} sets {names}. A compiled step "
     "does so when it is traced, and never again: what reads them gets what they were "
     "then. If something depends on that, write into a buffer, in place."
+)
+
+CHANGES = (
+    "compile_step(...): the step is recorded and compiled for the {most}th time and "
+    "more, as {names} of the model, or of what the closure reads, was another before. "
+    "Keep what is counted or collected elsewhere, and what operations depend on in a "
+    "tensor that is an argument."
 )
 
 MOST = 8  # graphs that are kept for arguments of a kind
@@ -94,8 +95,7 @@ class _Graph(NamedTuple):
         spec: Structure of the results: what extensions keep, the loss, gradients and
             fields of each leaf.
         modules: Modules that were called, and those inside.
-        state: What the graph is right for, see :func:`_state`.
-        kept: Tensors of the modules, which ``state`` tells by their identity.
+        state: What the graph is right for, besides its arguments.
     """
 
     run: Callable[..., list[Tensor]]
@@ -105,7 +105,6 @@ class _Graph(NamedTuple):
     spec: Any
     modules: list[Module]
     state: tuple
-    kept: list[Tensor]
 
 
 class CompiledStep:
@@ -153,9 +152,12 @@ class CompiledStep:
             if x.grad_fn is not None:
                 raise ValueError(NO_LEAF.format(index=index))
         with _RECORDING:
-            graphs = self._graphs.setdefault(_kinds(tensors), [])
-            graph = next((g for g in graphs if _state(g.modules) == g.state), None)
+            graphs = self._graphs.setdefault(of_arguments(tensors), [])
+            states = [self._state(g.modules) for g in graphs]
+            graph = next((g for g, x in zip(graphs, states) if x == g.state), None)
             if graph is None:
+                if len(graphs) >= MOST:
+                    _warn_of_changes(graphs[-1].state, states[-1])
                 graph = self._record(tuple(map(_alias, tensors)))
                 graphs.append(graph)
                 del graphs[:-MOST]
@@ -178,6 +180,13 @@ class CompiledStep:
                 for name, value in fields.items():
                     setattr(leaf, name, value)
         return loss
+
+    def _state(self, modules: list[Module]) -> tuple:
+        """Describe what a graph is right for, besides its arguments."""
+        read = of_function(self._closure)
+        for ext in self._extensions:
+            read += of_options(ext)
+        return read, of_modules(modules)
 
     def _record(self, tensors: tuple[Tensor, ...]) -> _Graph:
         """Run a step as it is, then record it; everything else stays as before."""
@@ -210,21 +219,21 @@ class CompiledStep:
             with whole, _checked():
                 return step(*tensors)
 
-        with _as_before(modules, tensors):
+        with as_before(modules), Reading():
             step(*tensors)
-        before = {module: _plain(module) for module in modules}
-        with _as_before(modules, tensors), catch_warnings():
+        before = {module: attributes(module) for module in modules}
+        with as_before(modules), catch_warnings():
             simplefilter("ignore")  # they have been seen
             try:
                 graph = make_fx(recorded)(*tensors)
             except Exception as error:
                 raise NotImplementedError(NOT_TRACED.format(error=error)) from error
         for module, was in before.items():
-            names = [f"'{k}'" for k, x in _plain(module).items() if was.get(k) != x]
+            names = [f"'{k}'" for k, x in attributes(module).items() if was.get(k) != x]
             if names:
                 text = SETS.format(module=represent(module), names=", ".join(names))
                 warn_user(text)
-        state = _state(modules)
+        state = self._state(list(modules))
         lifted = _lift(graph)
         for x in lifted:
             torch._dynamo.mark_static_address(x)
@@ -232,9 +241,8 @@ class CompiledStep:
         found = [places.get(id(leaf), leaf) for leaf in leaves]
         on_cpu = all(x.device.type == "cpu" for x in (*tensors, *lifted))
         run = self._compiler(graph, on_cpu)
-        kept = [x for module in modules for _, x in _tensors(module)]
         called, spec = list(modules), specs[0]
-        return _Graph(run, lifted, found, whole.calls, spec, called, state, kept)
+        return _Graph(run, lifted, found, whole.calls, spec, called, state)
 
     def _fields(self, leaf: Tensor) -> dict[str, Any]:
         """Collect what the extensions have saved on a leaf."""
@@ -292,28 +300,14 @@ def _kept(ext: BackpropExtension) -> dict[str, Any]:
     }
 
 
-def _kinds(tensors: tuple[Tensor, ...]) -> tuple:
-    """Describe arguments, and PyTorch's switches, as far as operations depend on it."""
-    devices = sorted({"cpu", "cuda", *(x.device.type for x in tensors)})
-    switches = (
-        torch.is_grad_enabled(),
-        torch.get_default_dtype(),
-        *(
-            torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
-            for device in devices
-            if torch.amp.is_autocast_available(device)
-        ),
-    )
-    return switches + tuple(
-        (*_form(x), x.requires_grad, isinstance(x, Parameter) and id(x))
-        for x in tensors
-    )
-
-
-def _form(x: Tensor) -> tuple:
-    """Describe a tensor but for its numbers."""
-    strides = x.stride() if x.layout is torch.strided else x.layout
-    return x.shape, strides, x.dtype, x.device
+def _warn_of_changes(before: Any, now: Any) -> None:
+    """Say what lets a step be recorded again and again."""
+    pairs = [pair for some in zip(before[1], now[1]) for pair in zip(*some)]
+    pairs += zip(before[0], now[0])
+    named = [x for x, y in pairs if x != y and isinstance(x, tuple)]
+    names = dict.fromkeys(str(x[0]) for x in named)
+    if names:
+        warn_user(CHANGES.format(most=MOST, names=", ".join(map(repr, names))))
 
 
 def _alias(x: Tensor) -> Tensor:
@@ -323,146 +317,12 @@ def _alias(x: Tensor) -> Tensor:
     return x.detach().requires_grad_(x.requires_grad)
 
 
-def _state(modules: Iterable[Module]) -> tuple:
-    """Describe modules, as far as operations depend on it."""
-    return tuple(
-        (
-            *_plain(module).items(),
-            *map(id, module._modules.values()),
-            *(
-                (name, id(x), x.requires_grad, *_form(x))
-                for name, x in _tensors(module)
-            ),
-        )
-        for module in modules
-    )
-
-
-def _attributes(module: Module) -> dict[str, Any]:
-    """List attributes, without what is stored for extensions."""
-    stored = getattr(vars(module).get(STORED), "values", {})
-    return {name: x for name, x in vars(module).items() if name not in stored}
-
-
-def _tensors(module: Module) -> Iterator[tuple[str, Tensor]]:
-    """List parameters, buffers, and users' tensors that are attributes."""
-    for known in (_attributes(module), module._parameters, module._buffers):
-        yield from ((name, x) for name, x in known.items() if isinstance(x, Tensor))
-
-
-def _plain(module: Module) -> dict[str, Any]:
-    """Describe attributes that are numbers, like the mode, words and users' tensors."""
-    own: dict[str, Any] = {}
-    for name, x in _attributes(module).items():
-        if isinstance(x, Tensor):
-            own[name] = id(x)
-        elif type(x) in (int, float, bool, str):
-            own[name] = x
-    return own
-
-
 def _check_hooks(leaves: list[Tensor]) -> None:
     """Refuse hooks of users, which are no operations."""
     kinds = "_backward_hooks", "_post_accumulate_grad_hooks"
     hooked = [x for x in leaves if any(getattr(x, kind, None) for kind in kinds)]
     if hooked:
         raise NotImplementedError(HOOKS.format(names=describe(hooked)))
-
-
-class _Keeper(TorchDispatchMode):
-    """Copies tensors before an operation writes to their memory, to restore them.
-
-    Attributes:
-        watched: The tensors, by their storage.
-        kept: Those that were written to, with the numbers that they had.
-    """
-
-    supports_higher_order_operators = True
-
-    def __init__(self, watched: Iterable[Tensor]):
-        super().__init__()
-        self.watched: dict[int, list[Tensor]] = {}
-        self.kept: list[tuple[Tensor, Tensor]] = []
-        for x in watched:
-            self.watch(x)
-
-    def watch(self, x: Tensor) -> None:
-        if x.layout is torch.strided:
-            self.watched.setdefault(x.untyped_storage()._cdata, []).append(x)
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
-    ) -> Any:
-        kwargs, schema = kwargs or {}, getattr(func, "_schema", None)
-        if schema is not None and schema.is_mutable:
-            pairs = [*zip(schema.arguments, args)]
-            pairs += [(x, kwargs[x.name]) for x in schema.arguments if x.name in kwargs]
-            for argument, value in pairs:
-                if argument.alias_info is not None and argument.alias_info.is_write:
-                    for x in tensors_in(value):
-                        self._keep(x)
-        return func(*args, **kwargs)
-
-    def _keep(self, x: Tensor) -> None:
-        if x.layout is torch.strided:
-            for watched in self.watched.pop(x.untyped_storage()._cdata, ()):
-                self.kept.append((watched, watched.detach().clone()))
-
-
-@contextmanager
-def _as_before(
-    modules: dict[Module, None], tensors: tuple[Tensor, ...]
-) -> Iterator[None]:
-    """Restore random numbers, arguments, parameters and running statistics.
-
-    Args:
-        modules: Modules that are called, and those inside, as far as they are known;
-            others are added.
-        tensors: The arguments.
-
-    Yields:
-        Nothing.
-
-    Raises:
-        NotImplementedError: If a buffer has become another tensor.
-    """
-    before: list[tuple[Module, str, Tensor, Tensor]] = []
-    keeper = _Keeper(tensors)
-
-    def note(module: Module) -> None:
-        modules[module] = None
-        for param in module._parameters.values():
-            if param is not None:
-                keeper.watch(param)
-        # not every operation says that it writes to statistics
-        for name, x in module._buffers.items():
-            if x is not None:
-                before.append((module, name, x, x.clone()))
-
-    def look(module: Module, args: Any) -> None:
-        if get_ident() == thread:
-            for child in module.modules():
-                if child not in modules:
-                    note(child)
-
-    thread = get_ident()  # others may train models of their own
-    for module in modules:
-        note(module)
-    handle = register_module_forward_pre_hook(look)
-    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
-    torch.clear_autocast_cache()  # what is cast outside must not be taken for data
-    try:
-        with torch.random.fork_rng(devices), keeper:
-            yield
-    finally:
-        handle.remove()
-        torch.clear_autocast_cache()
-        with torch.no_grad():
-            for x, value in (*(known[2:] for known in before), *keeper.kept):
-                x.copy_(value)
-    for module, name, x, _ in before:
-        if module._buffers.get(name) is not x:
-            raise NotImplementedError(REPLACED.format(module=module, name=name))
 
 
 @contextmanager

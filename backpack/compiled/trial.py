@@ -1,0 +1,263 @@
+"""A step that is tried before it is compiled: what it must not do, and undoing it."""
+
+from __future__ import annotations
+
+import pickle
+import random
+import sys
+from contextlib import ExitStack, contextmanager
+from threading import get_ident
+from typing import Any, Callable, Iterator
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.weak import WeakIdKeyDictionary
+
+from backpack.converter.reading import LIKE
+from backpack.utils.state import out_of_sight
+from backpack.utils.types import generator_of, tensors_in
+
+NOT_TRACED = (
+    "compile_step(...): the step runs as it is, but its operations cannot be recorded: "
+    "{error}. It must do the same for all numbers in its tensors (no `if` about them, "
+    "no `.item()`, no indexing with a mask), and draw from PyTorch's own generator. "
+    "Leave out what does, or run a plain backward pass."
+)
+REPLACED = (
+    "compile_step(...): the forward pass of {module} puts another tensor into its "
+    "buffer '{name}', which a graph cannot do. Write into the buffer, in place."
+)
+READS = "`{name}` makes numbers of Python, or a shape, of numbers in a tensor"
+BACKWARD = "the closure runs a backward pass of its own (return the loss)"
+OTHER_NUMBERS = "{who} draws random numbers, which would be the same in each step"
+SET_BACK = (
+    "the state of a generator of random numbers is set (`fork_rng`, `manual_seed`, a "
+    "checkpoint around what draws numbers), which is no operation"
+)
+
+# What makes numbers of Python of a tensor's, or a shape
+_READING = frozenset(
+    "item tolist numpy __bool__ __int__ __float__ __index__ __complex__ __array__ "
+    "__dlpack__ __contains__ equal allclose is_nonzero nonzero argwhere unique "
+    "unique_consecutive unique_dim _unique _unique2 bincount masked_select".split()
+)
+# Names of operations that draw random numbers begin with one of these
+_DRAWING = (
+    *("rand", "normal", "bernoulli", "multinomial", "poisson", "binomial", "dropout"),
+    *("uniform", "exponential", "geometric", "cauchy", "log_normal", "random"),
+)
+
+
+class Reading(TorchFunctionMode):
+    """Refuses what depends on the numbers in a tensor that may be others next time.
+
+    What is computed from constants of the step alone never is.
+    """
+
+    def __init__(self) -> None:
+        """Begin without constants."""
+        super().__init__()
+        self._constants = WeakIdKeyDictionary()
+
+    def __torch_function__(
+        self, func: Callable, types: Any, args: tuple = (), kwargs: Any = None
+    ) -> Any:
+        """Run an operation, unless it reads."""
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        operands = tensors_in((args, kwargs))
+        changes = [x for x in operands if x not in self._constants]
+        if changes and _reads(name, args, kwargs) and not _is_ours():
+            raise NotImplementedError(NOT_TRACED.format(error=READS.format(name=name)))
+        if name == "backward" and not _is_ours():
+            raise NotImplementedError(NOT_TRACED.format(error=BACKWARD))
+        out = func(*args, **kwargs)
+        if name in LIKE or name.startswith("new_") or not changes:
+            if not name.lstrip("_").startswith(_DRAWING):
+                for x in tensors_in(out):
+                    self._constants[x] = None
+        return out
+
+
+def _reads(name: str, args: tuple, kwargs: dict[str, Any]) -> bool:
+    """Tell whether an operation makes something else than numbers in tensors."""
+    if name == "where":
+        return len(args) + len(kwargs) == 1
+    if name == "repeat_interleave":
+        return "output_size" not in kwargs and len(tensors_in((args[1:], kwargs))) > 0
+    if name == "one_hot":
+        return kwargs.get("num_classes", args[1] if len(args) > 1 else -1) < 0
+    if name == "__getitem__":
+        return any(x.dtype in (torch.bool, torch.uint8) for x in tensors_in(args[1]))
+    return name in _READING
+
+
+def _is_ours() -> bool:
+    """Tell whether an operation was called by this package, and not by a model."""
+    frame = sys._getframe(2)
+    while frame is not None:
+        top, _, _ = frame.f_globals.get("__name__", "").partition(".")
+        if top != "torch":
+            return top == "backpack"
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
+
+
+class Keeper(TorchDispatchMode):
+    """Copies what was there before a step when that writes to it, to restore it.
+
+    Refuses random numbers that do not follow those before.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        """Begin with nothing."""
+        super().__init__()
+        self._made: set[int] = set()  # storages of what the step itself has made
+        self._kept: dict[int, tuple[Tensor, Tensor]] = {}  # memory, and what was there
+        self._drawn: dict[torch.device, Tensor] = {}  # states after the last draw
+        self._note_state(torch.device("cpu"))
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: Any = None
+    ) -> Any:
+        """Run an operation, and keep what it overwrites."""
+        kwargs, schema = kwargs or {}, getattr(func, "_schema", None)
+        if schema is not None and schema.is_mutable:
+            pairs = [*zip(schema.arguments, args)]
+            pairs += [(x, kwargs[x.name]) for x in schema.arguments if x.name in kwargs]
+            for argument, value in pairs:
+                if argument.alias_info is not None and argument.alias_info.is_write:
+                    for x in tensors_in(value):
+                        self._keep(x)
+        draws = torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
+        operands = tensors_in((args, kwargs))
+        if draws and kwargs.get("generator") is not None:
+            who = "a generator of its own"
+            raise NotImplementedError(
+                NOT_TRACED.format(error=OTHER_NUMBERS.format(who=who))
+            )
+        device = kwargs.get("device") or (operands[0].device if operands else None)
+        device = torch.device(device or "cpu")
+        if draws:
+            self.check(device)
+        out = func(*args, **kwargs)
+        if draws:
+            self._note_state(device)
+        given = set(map(_storage, operands))
+        self._made.update(set(map(_storage, tensors_in(out))) - given)
+        return out
+
+    def _note_state(self, device: torch.device) -> None:
+        if device.type != "meta":
+            self._drawn[device] = generator_of(device).get_state()
+
+    def check(self, device: torch.device) -> None:
+        """Refuse a generator that was set to another state.
+
+        Args:
+            device: The device that it is of.
+
+        Raises:
+            NotImplementedError: If it was.
+        """
+        known = self._drawn.get(device)
+        if known is not None:
+            if not torch.equal(known, generator_of(device).get_state()):
+                raise NotImplementedError(NOT_TRACED.format(error=SET_BACK))
+
+    @out_of_sight
+    def _keep(self, x: Tensor) -> None:
+        number = _storage(x)
+        if number and number not in self._made and number not in self._kept:
+            memory = torch.empty(0, dtype=torch.uint8, device=x.device)
+            memory.set_(x.untyped_storage())
+            self._kept[number] = memory, memory.clone()
+
+    def restore(self) -> None:
+        """Write back what was there."""
+        for memory, numbers in self._kept.values():
+            memory.copy_(numbers)
+
+
+def _storage(x: Tensor) -> int:
+    """Tell which memory a tensor has; zero for one without."""
+    has_memory = x.layout is torch.strided and not x.is_meta
+    return x.untyped_storage()._cdata if has_memory else 0
+
+
+@contextmanager
+def as_before(modules: dict[Module, None]) -> Iterator[None]:
+    """Restore random numbers, and all tensors that were there.
+
+    Args:
+        modules: Modules that are called, and those inside, as far as they are known;
+            others are added.
+
+    Yields:
+        Nothing.
+
+    Raises:
+        NotImplementedError: If a buffer has become another tensor, or somebody else has
+            drawn random numbers.
+    """
+    before: list[tuple[Module, str, Tensor, Tensor]] = []
+    keeper = Keeper()
+
+    def note(module: Module) -> None:
+        modules[module] = None
+        # not every operation says that it writes to statistics
+        for name, x in module._buffers.items():
+            if x is not None:
+                before.append((module, name, x, x.clone()))
+
+    def look(module: Module, args: Any) -> None:
+        if get_ident() == thread:
+            for child in module.modules():
+                if child not in modules:
+                    note(child)
+
+    thread = get_ident()  # others may train models of their own
+    for module in modules:
+        note(module)
+    handle = register_module_forward_pre_hook(look)
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+    torch.clear_autocast_cache()  # what is cast outside must not be taken for data
+    try:
+        with torch.random.fork_rng(devices), _others_draw_nothing():
+            with keeper:
+                yield
+            keeper.check(torch.device("cpu"))
+    finally:
+        handle.remove()
+        torch.clear_autocast_cache()
+        with torch.no_grad():
+            for *_, x, value in before:
+                x.copy_(value)
+            keeper.restore()
+    for module, name, x, _ in before:
+        if module._buffers.get(name) is not x:
+            raise NotImplementedError(REPLACED.format(module=module, name=name))
+
+
+@contextmanager
+def _others_draw_nothing() -> Iterator[None]:
+    """Refuse random numbers of Python and NumPy; restore what they are drawn from."""
+    numpy = getattr(sys.modules.get("numpy"), "random", None)
+    sources = {"`random`": (random.getstate, random.setstate)}
+    if numpy is not None:
+        sources["`numpy.random`"] = (numpy.get_state, numpy.set_state)
+    before = {who: get() for who, (get, _) in sources.items()}
+    with ExitStack() as stack:
+        for who, (_, put) in sources.items():
+            stack.callback(put, before[who])
+        yield
+        for who, (get, _) in sources.items():
+            if pickle.dumps(get()) != pickle.dumps(before[who]):
+                error = OTHER_NUMBERS.format(who=who)
+                raise NotImplementedError(NOT_TRACED.format(error=error))

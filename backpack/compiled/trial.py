@@ -6,6 +6,7 @@ import pickle
 import random
 import sys
 from contextlib import ExitStack, contextmanager
+from functools import wraps
 from threading import get_ident
 from typing import Any, Callable, Iterator
 
@@ -19,7 +20,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from backpack.converter.reading import LIKE
 from backpack.utils.state import out_of_sight
-from backpack.utils.types import generator_of, tensors_in
+from backpack.utils.types import tensors_in
 
 NOT_TRACED = (
     "compile_step(...): the step runs as it is, but its operations cannot be recorded: "
@@ -120,8 +121,8 @@ class Keeper(TorchDispatchMode):
         super().__init__()
         self._made: set[int] = set()  # storages of what the step itself has made
         self._kept: dict[int, tuple[Tensor, Tensor]] = {}  # memory, and what was there
-        self._drawn: dict[torch.device, Tensor] = {}  # states after the last draw
-        self._note_state(torch.device("cpu"))
+        # states of generators that were set to another one, by type of the device
+        self._set_aside: dict[str, Tensor] = {}
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple = (), kwargs: Any = None
@@ -142,34 +143,59 @@ class Keeper(TorchDispatchMode):
             raise NotImplementedError(
                 NOT_TRACED.format(error=OTHER_NUMBERS.format(who=who))
             )
-        device = kwargs.get("device") or (operands[0].device if operands else None)
-        device = torch.device(device or "cpu")
         if draws:
-            self.check(device)
+            devices = [x.device.type for x in operands] or ["cpu"]
+            self.check(torch.device(kwargs.get("device") or devices[0]).type)
         out = func(*args, **kwargs)
-        if draws:
-            self._note_state(device)
         given = set(map(_storage, operands))
         self._made.update(set(map(_storage, tensors_in(out))) - given)
         return out
 
-    def _note_state(self, device: torch.device) -> None:
-        if device.type != "meta":
-            self._drawn[device] = generator_of(device).get_state()
-
-    def check(self, device: torch.device) -> None:
-        """Refuse a generator that was set to another state.
+    def check(self, *kinds: str) -> None:
+        """Refuse generators that are in another state than after the last draw.
 
         Args:
-            device: The device that it is of.
+            kinds: Types of their devices.
 
         Raises:
-            NotImplementedError: If it was.
+            NotImplementedError: If one is.
         """
-        known = self._drawn.get(device)
-        if known is not None:
-            if not torch.equal(known, generator_of(device).get_state()):
-                raise NotImplementedError(NOT_TRACED.format(error=SET_BACK))
+        if any(kind in self._set_aside for kind in kinds):
+            raise NotImplementedError(NOT_TRACED.format(error=SET_BACK))
+
+    @contextmanager
+    def noting_states(self) -> Iterator[None]:
+        """Note when this thread sets generators; a checkpoint also puts them back.
+
+        Yields:
+            Nothing.
+        """
+        thread = get_ident()
+
+        def noting(function: Callable) -> Callable:
+            @wraps(function)
+            def call(*args: Any, **kwargs: Any) -> Any:
+                if get_ident() != thread:
+                    return function(*args, **kwargs)
+                before = _states()
+                out = function(*args, **kwargs)
+                for kind, now in _states().items():
+                    if not torch.equal(now, before[kind]):
+                        own = self._set_aside.setdefault(kind, before[kind])
+                        if torch.equal(now, own):
+                            del self._set_aside[kind]
+                return out
+
+            return call
+
+        with ExitStack() as stack:
+            for module in (torch, torch.random, torch.cuda, torch.cuda.random):
+                for name in ("set_rng_state", "manual_seed", "seed"):
+                    function = getattr(module, name)
+                    stack.callback(setattr, module, name, function)
+                    setattr(module, name, noting(function))
+            yield
+            self.check(*self._set_aside)
 
     @out_of_sight
     def _keep(self, x: Tensor) -> None:
@@ -183,6 +209,14 @@ class Keeper(TorchDispatchMode):
         """Write back what was there."""
         for memory, numbers in self._kept.values():
             memory.copy_(numbers)
+
+
+def _states() -> dict[str, Tensor]:
+    """Return the states of generators of random numbers, by type of the device."""
+    states = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_initialized():
+        states["cuda"] = torch.cat(torch.cuda.get_rng_state_all())
+    return states
 
 
 def _storage(x: Tensor) -> int:
@@ -230,9 +264,8 @@ def as_before(modules: dict[Module, None]) -> Iterator[None]:
     torch.clear_autocast_cache()  # what is cast outside must not be taken for data
     try:
         with torch.random.fork_rng(devices), _others_draw_nothing():
-            with keeper:
+            with keeper.noting_states(), keeper:
                 yield
-            keeper.check(torch.device("cpu"))
     finally:
         handle.remove()
         torch.clear_autocast_cache()

@@ -133,6 +133,15 @@ def test_statistics_of_another_thread() -> None:
     assert calls and norm.num_batches_tracked == len(calls)
 
 
+def test_another_thread_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether a model is being compiled, PyTorch says of all threads at once."""
+    monkeypatch.setattr("torch.compiler._is_compiling_flag", True)
+    model, loss = extend(nn.Linear(3, 2).to(F64)), extend(nn.MSELoss())
+    with backpack(BatchGrad()):
+        loss(model(torch.rand(N, 3, dtype=F64)), torch.rand(N, 2)).backward()
+    assert_agrees(model.weight.grad_batch.sum(0), model.weight.grad)
+
+
 class Interrupted(torch.autograd.Function):
     """A function with a backward pass in which something else happens."""
 

@@ -94,11 +94,12 @@ def steps_aside() -> bool:
 
     Returns:
         Whether gradients or storing are switched off, a function transform or a tracer
-        runs the forward pass, or a backward pass repeats it for a checkpoint.
+        of this thread runs the forward pass, or a backward pass repeats it.
     """
     return (
         not is_grad_enabled()
         or is_compiling()
+        and torch._C._len_torch_dispatch_stack() > 0
         or not disable.should_store_io()
         or peek_interpreter_stack() is not None
         or _get_tracing_state() is not None

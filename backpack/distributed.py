@@ -33,6 +33,10 @@ DIFFERENTIABLE = (
     "has results that can be differentiated (create_graph=True), and sums over "
     "processes cannot. Compute them without a graph, or do not reduce them."
 )
+IN_GRADIENT = (
+    "puts its results into `.grad` (replace_grad=True), and `reduce` is about fields. "
+    "Use replace_grad=False, or add up `.grad` of all processes as without extensions."
+)
 OTHERS = (
     "reduce(...): {ext}: processes have different parameters with a value. {names} got "
     "one in process {has}, none in process {lacks}, which {reason}. Run the same model "
@@ -172,6 +176,8 @@ def _report(
     states = tuple(_state(ext, param) for param in parameters)
     if shard is None:
         return _Report(type(ext).__name__, 0, (), states, NOT_SEEN)
+    if ext.replaces_gradient:
+        return _Report(type(ext).__name__, 0, (), states, IN_GRADIENT)
     samples = shard.samples if count is None else count
     divisors = [None if d is None else float(d) for d in shard.divisors]
     if count is not None:

@@ -748,6 +748,11 @@ REFUSED = {
     "summands of one process": Refused(
         nothing_clipped, NotImplementedError, "ClippedGrad.*scale='sample'"
     ),
+    "in the gradient": Refused(
+        refuse(ClippedGrad(1.0, scale="sample", replace_grad=True)),
+        ValueError,
+        "ClippedGrad puts its results into `.grad`.*replace_grad=False",
+    ),
     "dots": Refused(
         refuse(WeightedGrad(lambda dots: dots.sum(1), of="dots")),
         NotImplementedError,

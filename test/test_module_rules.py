@@ -1650,6 +1650,84 @@ def test_refused(ext: Callable, name: str):
         run(problem, ext())
 
 
+class LossInside(Module):
+    """A model that computes what is differentiated, or a number on the way."""
+
+    def __init__(self, last: Callable[[Tensor, Tensor], Tensor], loss: bool = True):
+        """Make the layers.
+
+        Args:
+            last: What is made of the number, and of the prediction.
+            loss: Whether the number is a loss. Default: ``True``; else, a mean.
+        """
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 4), nn.Linear(4, 3)
+        self.last, self.is_loss = last, loss
+
+    def predict(self, x: Tensor) -> Tensor:
+        """Predict ``[N, 3]``."""
+        z = self.second(self.first(x).tanh())
+        return z if self.is_loss else self.last(z.mean(), z)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        """Compute the loss."""
+        z = self.predict(x)
+        number = F.cross_entropy(z, y)
+        return self.last(number, z) if self.is_loss else number
+
+
+NUMBERS: Dict[str, LossInside] = {
+    "loss": LossInside(lambda f, z: f),
+    "multiple": LossInside(lambda f, z: 2 * f),
+    "quotient": LossInside(lambda f, z: f / 4),
+    "negated twice": LossInside(lambda f, z: -(-f)),
+    "sum of parts": LossInside(lambda f, z: 0.25 * f + 0.5 * f),
+    "sum of losses": LossInside(lambda f, z: f + F.mse_loss(z, torch.ones_like(z))),
+    "negated mean": LossInside(lambda m, z: z * -m, loss=False),
+    "multiple of a mean": LossInside(lambda m, z: z * (2 * m), loss=False),
+    "sum of means": LossInside(lambda m, z: z * (m.exp() + m), loss=False),
+}
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_numbers_in_a_converted_model(name: str):
+    """A loss may have operations behind it, and a number without axes be scaled."""
+    model = randomize(deepcopy(NUMBERS[name]).to(F64))
+    x, y = torch.rand(N, 3, dtype=F64), torch.randint(3, (N,))
+    start = model.first.bias.detach().clone()
+
+    def call(value: Tensor, *args: Tensor) -> Tensor:
+        own = {"first.bias": value}
+        return torch.func.functional_call(model, own, args)
+
+    def predict(value: Tensor) -> Tensor:
+        with torch.nn.utils.stateless._reparametrize_module(
+            model, {"first.bias": value}
+        ):
+            return model.predict(x)
+
+    def end(z: Tensor) -> Tensor:
+        number = F.cross_entropy(z, y)
+        return model.last(number, z) if model.is_loss else number
+
+    dense = {"hmp": hessian(lambda value: call(value, x, y), start)}
+    jacobian = torch.autograd.functional.jacobian(predict, start).flatten(0, 1)
+    z = model.predict(x).detach()
+    curvature = hessian(end, z).reshape(len(jacobian), len(jacobian))
+    dense["ggnmp"] = jacobian.T @ curvature @ jacobian
+    converted = extend(deepcopy(model), use_converter=True)
+    with backpack(HMP(), GGNMP()):
+        converted(x, y).backward()
+    bias = converted.get_parameter("first.bias")
+    for field, matrix in dense.items():
+        assert_agrees(getattr(bias, field)(torch.eye(4, dtype=F64)), matrix, field)
+    if model.is_loss:
+        with backpack(DiagHessian(), DiagGGNExact()):
+            converted(x, y).backward()
+        assert_agrees(bias.diag_h, dense["hmp"].diagonal(), "diagonal")
+        assert_agrees(bias.diag_ggn_exact, dense["ggnmp"].diagonal(), "diagonal")
+
+
 def test_hmp_of_a_step():
     """A module may differentiate what it computes for the whole batch."""
     model = randomize(Sequential(InnerStep(), nn.Linear(4, 3)).to(F64))

@@ -63,6 +63,11 @@ class FlattenDerivatives(LinearMapDerivatives):
     The Jacobian of each sample, as a matrix, is the identity.
     """
 
+    def _jac_mat_prod(
+        self, module: Layer, g_inp: Grads, g_out: Grads, mat: Tensor
+    ) -> Tensor:
+        return mat.reshape(len(mat), *module.output.shape)
+
     def _jac_t_mat_prod(
         self, module: Layer, g_inp: Grads, g_out: Grads, mat: Tensor
     ) -> Tensor:
@@ -78,7 +83,17 @@ class PermuteDerivatives(LinearMapDerivatives):
 
 
 class ScaleModuleDerivatives(LinearMapDerivatives):
-    """Derivatives of ``ScaleModule``."""
+    """Derivatives of ``ScaleModule``, which does the same to a cotangent."""
+
+    def _jac_mat_prod(
+        self, module: Layer, g_inp: Grads, g_out: Grads, mat: Tensor
+    ) -> Tensor:
+        return module.forward(mat)
+
+    def _jac_t_mat_prod(
+        self, module: Layer, g_inp: Grads, g_out: Grads, mat: Tensor
+    ) -> Tensor:
+        return module.forward(mat)
 
 
 class ZeroPad2dDerivatives(LinearMapDerivatives):

@@ -19,6 +19,7 @@ from torch.nn import Module, Parameter
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._pytree import tree_leaves
 
+from backpack.converter.function import FunctionModule
 from backpack.core.layout import Layout
 from backpack.engine.backward import coverage
 from backpack.engine.backward.check import Check, check_isolation
@@ -563,7 +564,7 @@ class BackwardPass:
         if self.inspection.is_inside(turn.call, self.losses):
             return
         self.losses.append(turn.call)
-        if not turn.call.is_function:
+        if not (turn.call.is_function or isinstance(module, FunctionModule)):
             begins = self._begins_with_one
             coverage.warn_of_factor(self.inspection, turn.call, g_out, begins)
         self.pull_back.meet(turn, second_order)

@@ -22,6 +22,8 @@ from backpack.core.layout import FIRST, Layout, Mixed, Placement, simplify, span
 from backpack.core.operations import LayerLike, Operation, statistics
 from backpack.core.recurrences import EACH, Recurrence, along, samples_of_sequences
 from backpack.core.table import Row, find_loss, find_row
+from backpack.custom_module.branching import SumModule
+from backpack.custom_module.scale_module import ScaleModule
 from backpack.engine.forward.tracking import Tracker
 from backpack.engine.nodes.constants import Constant
 from backpack.engine.nodes.record import Call, clear_copy
@@ -423,6 +425,8 @@ def computes_loss(
         return True
     if not outputs or outputs[0].numel() != 1 or outputs[0].dim() > 1:
         return False
+    if isinstance(module, (ScaleModule, SumModule)):
+        return False  # a multiple of a loss, or a sum
     edge = next(iter(call.input_edges), None)
     if next(module.parameters(), None) is None:
         return outputs[0].dim() == 0 or edge is not None

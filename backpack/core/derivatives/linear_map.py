@@ -63,11 +63,6 @@ class FlattenDerivatives(LinearMapDerivatives):
     The Jacobian of each sample, as a matrix, is the identity.
     """
 
-    def _jac_mat_prod(
-        self, module: Layer, g_inp: Grads, g_out: Grads, mat: Tensor
-    ) -> Tensor:
-        return mat.reshape(len(mat), *module.output.shape)
-
     def _jac_t_mat_prod(
         self, module: Layer, g_inp: Grads, g_out: Grads, mat: Tensor
     ) -> Tensor:

@@ -1,16 +1,20 @@
 """Tests of ``backpack.utils.kroneckers`` against dense matrices."""
 
+import copy
 import re
 from functools import reduce
 from math import prod
-from typing import List, Tuple
+from typing import List, Optional, Tuple
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor, diag, eye, float64, rand, testing, zeros
+from torch import Tensor, diag, eye, float64, nn, rand, randint, testing, zeros
 
+from backpack import backpack, extend
+from backpack.custom_module.permute import Permute
+from backpack.extensions import KFAC, KFLR, KFRA
 from backpack.utils import kroneckers
 
 FACTOR_SHAPES = {
@@ -118,14 +122,21 @@ def test_kfac_mat_prod_refuses_other_shapes(shape: Tuple[int, ...]) -> None:
     assert f"got shape {list(shape)}." in str(error.value)
 
 
-@pytest.mark.parametrize("factors", [[], [zeros(3)], [zeros(2, 2), zeros(1, 1, 1)]])
+NO_FACTORS = [
+    [],
+    [zeros(())],
+    [zeros(2, 2), zeros(1, 1, 1)],
+    [zeros(3), zeros(1, 1, 1)],
+    [zeros(2, 1, 1), zeros(3, 1, 1)],
+    [zeros(1, 1, 1, 1)],
+]
+
+
+@pytest.mark.parametrize("factors", NO_FACTORS, ids=str)
 def test_refuses_what_are_no_factors(factors: List[Tensor]) -> None:
-    """Factors are one or more matrices."""
-    for function in (
-        kroneckers.kfacs_to_mat,
-        kroneckers.kfac_mat_prod,
-        kroneckers.inv_kfacs,
-    ):
+    """Factors are one or more matrices, diagonal ones, or matrices of each group."""
+    functions = kroneckers.kfacs_to_mat, kroneckers.kfac_mat_prod, kroneckers.inv_kfacs
+    for function in functions:
         with pytest.raises(ValueError, match="Expected one or more matrices"):
             function(factors)
 
@@ -222,12 +233,74 @@ def saved(shapes: List) -> List[Tensor]:
     return factors
 
 
+def full(factors: List[Tensor]) -> List[Tensor]:
+    """Form the matrices that vectors stand for."""
+    return [diag(factor) if factor.dim() == 1 else factor for factor in factors]
+
+
 def block(factors: List[Tensor]) -> Tensor:
     """Form the matrix that saved factors stand for."""
-    factors = [diag(factor) if factor.dim() == 1 else factor for factor in factors]
+    factors = full(factors)
     if factors[0].dim() == 3:
         return torch.block_diag(*map(dense, zip(*factors)))
     return dense(factors)
+
+
+@pytest.mark.parametrize("shift", [None, 0.3])
+@pytest.mark.parametrize("key", SAVED)
+def test_saved_factors(key: str, shift: Optional[float]) -> None:
+    """What is saved is multiplied with, inverted and formed as it is."""
+    factors = saved(SAVED[key])
+    matrix = block(factors)
+    assert_close(kroneckers.kfacs_to_mat(factors), matrix)
+    mat = rand(len(matrix), 3, dtype=float64)
+    product = kroneckers.kfac_mat_prod(factors)
+    assert_close(product(mat), matrix @ mat)
+    assert_close(product(mat[:, 0]), matrix @ mat[:, 0])
+    assert product(mat[:, :0]).shape == (len(matrix), 0)
+
+    shifted = [
+        F + (shift or 0.0) * (1.0 if F.dim() == 1 else eye(F.shape[-1], dtype=float64))
+        for F in factors
+    ]
+    inverses = kroneckers.inv_kfacs(factors, shift=shift)
+    assert [x.shape for x in inverses] == [x.shape for x in factors]
+    assert_close(kroneckers.kfacs_to_mat(inverses), block(shifted).inverse())
+    solve = kroneckers.inv_kfac_mat_prod(factors, shift=shift)
+    assert_close(solve(mat), block(shifted).inverse() @ mat)
+    damped = kroneckers.damped_inv_kfacs(factors, 0.3)
+    assert_close(kroneckers.kfac_mat_prod(damped)(mat), block(damped) @ mat)
+
+
+LAYERS = {
+    "embedding": nn.Embedding(5, 4),
+    "groups": nn.Conv1d(4, 6, 1, groups=2),
+    "one-group": nn.Conv1d(6, 2, 1),
+}
+
+
+@pytest.mark.parametrize("sharing", ["expand", "reduce"])
+@pytest.mark.parametrize("quantity", [KFAC, KFLR, KFRA])
+def test_factors_of_layers(quantity: type, sharing: str) -> None:
+    """The factors of embeddings and groups go in as extensions save them."""
+    layers = copy.deepcopy(list(LAYERS.values()))
+    model = extend(
+        nn.Sequential(layers[0], Permute(0, 2, 1), *layers[1:], nn.Flatten())
+    )
+    model, loss = model.double(), extend(nn.CrossEntropyLoss())
+    value = loss(model(randint(5, (6, 3))), randint(6, (6,)))
+    extension = quantity(weight_sharing=sharing)
+    with backpack(extension):
+        value.backward()
+    for p in model.parameters():
+        factors, vector = getattr(p, extension.savefield), p.grad.flatten()
+        matrix = block(factors)
+        assert matrix.shape == (p.numel(), p.numel())
+        assert_close(kroneckers.kfacs_to_mat(factors), matrix)
+        assert_close(kroneckers.kfac_mat_prod(factors)(vector), matrix @ vector)
+        shifted = [F + 0.1 * eye(F.shape[-1], dtype=float64) for F in full(factors)]
+        step = kroneckers.inv_kfac_mat_prod(factors, shift=0.1)(vector)
+        assert_close(block(shifted) @ step, vector)
 
 
 @pytest.mark.parametrize("damping", [0.0, 0.3])
@@ -275,15 +348,16 @@ HALF = [torch.float16, torch.bfloat16]
 @pytest.mark.parametrize("dtype", [*HALF, torch.float32], ids=str)
 def test_types(dtype: torch.dtype) -> None:
     """Factors of any type are diagonalized and inverted, with vectors of any type."""
-    factors = [factor.to(dtype) for factor in make_spd_factors([3, 2])]
+    drawn = [*make_spd_factors([3, 2]), rand(2, dtype=float64) + 0.5]
+    factors = [factor.to(dtype) for factor in drawn]
     exact = [factor.double() for factor in factors]
-    ekfac, vector = kroneckers.eigen_kfacs(factors), rand(6, dtype=float64)
-    matrix, near = dense(exact), {"rtol": 1e-4, "atol": 1e-4, "check_dtype": False}
+    ekfac, vector = kroneckers.eigen_kfacs(factors), rand(12, dtype=float64)
+    matrix, near = block(exact), {"rtol": 1e-4, "atol": 1e-4, "check_dtype": False}
     functions = {
         kroneckers.kfac_mat_prod(factors): matrix,
         kroneckers.inv_kfac_mat_prod(factors): matrix.inverse(),
-        kroneckers.inv_kfac_mat_prod(factors, torch.zeros(2)): matrix.inverse(),
-        kroneckers.kfac_mat_prod(kroneckers.damped_inv_kfacs(factors, 0.1)): dense(
+        kroneckers.inv_kfac_mat_prod(factors, torch.zeros(3)): matrix.inverse(),
+        kroneckers.kfac_mat_prod(kroneckers.damped_inv_kfacs(factors, 0.1)): block(
             kroneckers.damped_inv_kfacs(exact, 0.1)
         ),
         kroneckers.ekfac_mat_prod(ekfac, -1.0): matrix.inverse(),

@@ -4,11 +4,14 @@ A list of factors ``[F1, F2, ...]`` stands for the matrix F1 ⊗ F2 ⊗ ... . Th
 a layer's curvature approximate its block for row-major flattened parameters. Products
 act on matrices whose *rows* are the parameter's elements, ``[D, V]``.
 
+All functions take factors as they are saved: a vector ``[p]`` is a diagonal matrix (of
+an embedding), and with groups, all factors have an axis for them in front,
+``[G, p, p]``: the matrix is block-diagonal, with the product of each group's factors.
+
 A list ``[Q1, Q2, ..., E]`` stands for (Q1 ⊗ Q2 ⊗ ...) diag(E) (Q1 ⊗ Q2 ⊗ ...)ᵀ with
 orthogonal Q: what :class:`~backpack.extensions.EKFAC` saves, and what
 :func:`eigen_kfacs` makes of factors. Powers, determinants and exact damping are those
-of E. These functions also take factors as they are saved for groups, ``[G, p, p]``, and
-a diagonal one as a vector.
+of E.
 """
 
 from contextlib import suppress
@@ -18,7 +21,17 @@ from math import prod
 from string import ascii_lowercase
 from typing import Any, Callable, Iterator, List, Optional, Sequence, Tuple, Union
 
-from torch import Tensor, einsum, kron, ones, ones_like, promote_types
+from torch import (
+    Size,
+    Tensor,
+    block_diag,
+    diag,
+    einsum,
+    kron,
+    ones,
+    ones_like,
+    promote_types,
+)
 from torch.linalg import LinAlgError, eigh
 
 from backpack.utils.state import may_look
@@ -81,20 +94,26 @@ def all_tensors_of_order(order: int, tensors: Sequence[Tensor]) -> bool:
     return all(is_tensor_of_order(order, tensor) for tensor in tensors)
 
 
-def _check_factors(factors: Sequence[Tensor]) -> None:
+def _check_factors(factors: Sequence[Tensor]) -> Size:
     """Check that there are factors, and that they are matrices.
 
     Args:
         factors: Kronecker factors.
 
+    Returns:
+        ``[G]`` with groups, ``[]`` without.
+
     Raises:
-        ValueError: If there is no factor, or if one is no matrix.
+        ValueError: If there is no factor, or if one is no matrix of each group.
     """
-    if not factors or not all_tensors_of_order(2, factors):
+    groups = {factor.shape[:-2] for factor in factors}
+    if len(groups) != 1 or any(factor.ndim not in (1, 2, 3) for factor in factors):
         raise ValueError(
-            "Expected one or more matrices as Kronecker factors, got tensors of shape "
-            f"{[list(factor.shape) for factor in factors]}."
+            "Expected one or more matrices as Kronecker factors, vectors for diagonal "
+            "ones, or all of them with an axis for groups, [G, p, q]; got tensors of "
+            f"shape {[list(factor.shape) for factor in factors]}."
         )
+    return groups.pop()
 
 
 def get_letters(max_letters: int = 26) -> Iterator[str]:
@@ -143,24 +162,28 @@ def two_kfacs_to_mat(A: Tensor, B: Tensor) -> Tensor:
     Raises:
         ValueError: If one is no matrix.
     """
-    _check_factors([A, B])
-    return kron(A.contiguous(), B.contiguous())  # eigenvectors are stored by column
+    return kfacs_to_mat([A, B])
 
 
 def kfacs_to_mat(factors: Sequence[Tensor]) -> Tensor:
     """Return the Kronecker product of several matrices.
 
     Args:
-        factors: Kronecker factors ``[rows_i, cols_i]``.
+        factors: Kronecker factors ``[rows_i, cols_i]``; a vector is a diagonal matrix.
+            With groups, ``[G, rows_i, cols_i]``.
 
     Returns:
-        Their product, in list order, ``[prod(rows_i), prod(cols_i)]``.
+        Their product, in list order, ``[prod(rows_i), prod(cols_i)]``. With groups, the
+        block-diagonal matrix of their products, ``[G * prod(rows_i), ...]``.
 
     Raises:
         ValueError: If there is no factor, or if one is no matrix.
     """
-    _check_factors(factors)
-    return reduce(two_kfacs_to_mat, factors)
+    if _check_factors(factors):
+        return block_diag(*map(kfacs_to_mat, zip(*factors)))
+    # contiguous, as eigenvectors are stored by column
+    full = [diag(f) if is_vector(f) else f.contiguous() for f in factors]
+    return reduce(kron, full)
 
 
 def kfac_mat_prod(factors: Sequence[Tensor]) -> Callable[[Tensor], Tensor]:
@@ -169,42 +192,41 @@ def kfac_mat_prod(factors: Sequence[Tensor]) -> Callable[[Tensor], Tensor]:
     The product is formed factor by factor, never with the large matrix.
 
     Args:
-        factors: Kronecker factors ``[rows_i, cols_i]``.
+        factors: Kronecker factors, see :func:`kfacs_to_mat`.
 
     Returns:
-        Function that maps a matrix ``[D, V]`` with D = prod(cols_i) to a matrix
-        ``[prod(rows_i), V]``, and a single vector ``[D]`` to a vector. It raises a
-        ``ValueError`` for any other shape.
+        Function that maps a matrix ``[D, V]`` to a matrix ``[R, V]``, and a single
+        vector ``[D]`` to a vector ``[R]``. D is prod(cols_i) and R is prod(rows_i),
+        times G with groups. It raises a ``ValueError`` for any other shape.
 
     Raises:
         ValueError: If there is no factor, or if one is no matrix.
     """
-    _check_factors(factors)
-    rows, cols = zip(*(factor.shape for factor in factors))
-    equation = kfac_mat_prod_einsum_equation(len(factors))
+    shape = (*_check_factors(factors), *(factor.shape[-1] for factor in factors))
+    size = prod(shape)
 
     def product(mat: Tensor) -> Tensor:
         """Multiply with columns, or with a single vector.
 
         Args:
-            mat: Matrix ``[prod(cols_i), V]``, or vector ``[prod(cols_i)]``.
+            mat: Matrix ``[D, V]``, or vector ``[D]``.
 
         Returns:
-            Matrix ``[prod(rows_i), V]``, or vector ``[prod(rows_i)]``.
+            Matrix ``[R, V]``, or vector ``[R]``.
 
         Raises:
             ValueError: If it has another shape.
         """
-        if mat.ndim not in (1, 2) or mat.shape[0] != prod(cols):
+        if mat.ndim not in (1, 2) or mat.shape[0] != size:
             raise ValueError(
-                f"Expected a matrix [{prod(cols)}, V] or a vector [{prod(cols)}], as "
-                f"the Kronecker factors have columns, got shape {list(mat.shape)}. "
-                "Flatten a parameter-shaped tensor, with one column per vector."
+                f"Expected a matrix [{size}, V] or a vector [{size}], as the Kronecker "
+                f"factors have columns, got shape {list(mat.shape)}. Flatten a "
+                "parameter-shaped tensor, with one column per vector."
             )
         dtype = reduce(promote_types, [factor.dtype for factor in factors], mat.dtype)
-        operand = mat.reshape(*cols, mat.shape[1:].numel())
-        result = einsum(equation, *(x.to(dtype) for x in (operand, *factors)))
-        return result.reshape(prod(rows), *mat.shape[1:])
+        columns = mat.to(dtype).reshape(size, mat.shape[1:].numel()).T
+        result = rotate(factors, columns.reshape(len(columns), *shape)).flatten(1)
+        return result.T.contiguous() if is_matrix(mat) else result[0]
 
     return product
 
@@ -213,7 +235,7 @@ def apply_kfac_mat_prod(factors: Sequence[Tensor], mat: Tensor) -> Tensor:
     """Multiply a Kronecker product of matrices with columns.
 
     Args:
-        factors: Kronecker factors ``[rows_i, cols_i]``.
+        factors: Kronecker factors, see :func:`kfacs_to_mat`.
         mat: Matrix ``[D, V]`` or vector ``[D]``, see :func:`kfac_mat_prod`.
 
     Returns:
@@ -229,12 +251,13 @@ def inv_kfacs(factors: Sequence[Tensor], shift: Shift = None) -> List[Tensor]:
     """Invert symmetric Kronecker factors; the list stands for the inverse product.
 
     Args:
-        factors: Symmetric Kronecker factors ``[rows_i, rows_i]``.
+        factors: Symmetric Kronecker factors, see :func:`kfacs_to_mat`.
         shift: Value that is added to the eigenvalues before they are inverted: one for
             all factors, or a sequence with one for each. ``None`` adds nothing.
 
     Returns:
-        Inverse factors. The magnitude of their eigenvalues is at most 1e8.
+        Inverse factors of the same shapes. The magnitude of their eigenvalues is at
+        most 1e8.
 
     Raises:
         ValueError: If ``shift`` is a sequence of another length than ``factors``, or if
@@ -251,42 +274,51 @@ def inv_kfacs(factors: Sequence[Tensor], shift: Shift = None) -> List[Tensor]:
     return [_inverse(factor, value) for factor, value in zip(factors, shifts)]
 
 
-def _inverse(mat: Tensor, shift: float) -> Tensor:
-    """Invert a symmetric matrix whose eigenvalues are shifted.
+def _inverse(factor: Tensor, shift: float) -> Tensor:
+    """Invert a symmetric factor whose eigenvalues are shifted.
 
     Args:
-        mat: Symmetric matrix ``[D, D]``.
+        factor: Matrices ``[*, D, D]``, or a vector ``[D]``.
         shift: Value that is added to the eigenvalues.
 
     Returns:
-        The inverse ``[D, D]``, with eigenvalues of bounded magnitude.
+        The inverse, with eigenvalues of bounded magnitude.
     """
-    eigenvalues, eigenvectors = _eigh(mat)
-    inverse = (eigenvalues + shift).reciprocal()
-    inverse = inverse.clamp(-MAX_INVERSE_EIGENVALUE, MAX_INVERSE_EIGENVALUE)
-    return (eigenvectors * inverse) @ eigenvectors.T
+    values, basis = _eigh(factor)
+    inverse = (values + shift).reciprocal()
+    return _with_eigenvalues(
+        basis, inverse.clamp(-MAX_INVERSE_EIGENVALUE, MAX_INVERSE_EIGENVALUE)
+    )
+
+
+def _with_eigenvalues(basis: Tensor, values: Tensor) -> Tensor:
+    """Form the matrices that have some eigenvectors and eigenvalues, see _eigh."""
+    if is_vector(basis):
+        return values
+    return (basis * values.unsqueeze(-2)) @ basis.mT
 
 
 def _eigh(mat: Tensor) -> Tuple[Tensor, Tensor]:
-    """Diagonalize symmetric matrices ``[*, D, D]``, in single precision or better.
+    """Diagonalize a symmetric factor, in single precision or better.
 
     Args:
-        mat: The matrices.
+        mat: Matrices ``[*, D, D]``, or a vector ``[D]``.
 
     Returns:
-        Eigenvalues ``[*, D]`` and eigenvectors ``[*, D, D]``.
+        Eigenvalues ``[*, D]`` and eigenvectors ``[*, D, D]``; of a vector, these are
+        ones ``[D]``.
 
     Raises:
         ValueError: If the matrices are not square.
         LinAlgError: If they cannot be computed: a ``RuntimeError``.
     """  # noqa: DAR401
-    if mat.dim() < 2 or mat.shape[-1] != mat.shape[-2]:
+    if not is_vector(mat) and (mat.dim() < 2 or mat.shape[-1] != mat.shape[-2]):
         raise ValueError(
             f"Expected symmetric Kronecker factors, got one of shape {list(mat.shape)}."
         )
-    found = None
+    found, precise = None, full_precision(mat)
     with suppress(LinAlgError):
-        found = eigh(full_precision(mat))
+        found = (precise, ones_like(precise)) if is_vector(mat) else eigh(precise)
     if (found is None or may_look(mat)) and not mat.isfinite().all():
         reason = "it has entries that are NaN or infinite"
     elif found is None:
@@ -305,7 +337,7 @@ def inv_kfac_mat_prod(
     """Return the function that multiplies with the inverse of a Kronecker product.
 
     Args:
-        factors: Symmetric Kronecker factors ``[rows_i, rows_i]``.
+        factors: Symmetric Kronecker factors, see :func:`kfacs_to_mat`.
         shift: Value that is added to the eigenvalues, see :func:`inv_kfacs`.
 
     Returns:
@@ -324,7 +356,7 @@ def apply_inv_kfac_mat_prod(
     """Multiply the inverse of a Kronecker product with columns.
 
     Args:
-        factors: Symmetric Kronecker factors ``[rows_i, rows_i]``.
+        factors: Symmetric Kronecker factors, see :func:`kfacs_to_mat`.
         mat: Matrix ``[D, V]`` or vector ``[D]``, see :func:`kfac_mat_prod`.
         shift: Value that is added to the eigenvalues, see :func:`inv_kfacs`.
 
@@ -385,10 +417,7 @@ def damped_inv_kfacs(factors: Sequence[Tensor], damping: float) -> List[Tensor]:
     inverses = []
     for factor, shift in zip(factors, pi_shifts(factors, damping)):
         (basis,), values = _damped(eigen_kfacs([factor]), shift, True)
-        inverse = values.reciprocal()
-        if not is_vector(basis):
-            inverse = (basis * inverse.unsqueeze(-2)) @ basis.mT
-        inverses.append(inverse)
+        inverses.append(_with_eigenvalues(basis, values.reciprocal()))
     return inverses
 
 
@@ -413,10 +442,7 @@ def eigen_kfacs(factors: Sequence[Tensor]) -> List[Tensor]:
     bases: List[Tensor] = []
     product: Any = None
     for i, factor in enumerate(factors):
-        if is_vector(factor):
-            values, basis = factor, ones_like(factor)
-        else:
-            values, basis = _eigh(factor)
+        values, basis = _eigh(factor)
         values = values.clamp(min=0)
         bases.append(basis)
         if product is None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from cases import F64
-from oracle import assert_agrees, parameters
+from oracle import assert_agrees, batch_ggn, parameters
 from per_sample import (
     REFUSALS,
     Lambda,
@@ -21,6 +21,7 @@ from per_sample import (
     assert_right,
     compute,
     lookup,
+    part,
     real,
     reference,
     use,
@@ -155,6 +156,117 @@ def test_table_of_positions(name: str) -> None:
         blocks = reference(row).blocks["w"].sum(0).view(6, 4, 6, 4)
         blocks = blocks.diagonal(dim1=0, dim2=2).sum(-1)
         assert_agrees(cotangents, blocks, "cotangents of all positions")
+
+
+def of_two_losses(heads: Callable, x: Tensor, sharing: str, **parts: Any) -> Any:
+    """Compute KFLR of the sum of two losses, and the GGN's blocks of each sample.
+
+    Args:
+        heads: Function of the model and the input: two predictions ``[N, 2]``.
+        x: The input.
+        sharing: How positions that share a weight are treated.
+        parts: What the model consists of.
+
+    Returns:
+        The model with its factors, and the blocks.
+    """
+    torch.manual_seed(0)
+    made = {name: part(spec) for name, spec in parts.items()}
+    model = Lambda(heads, **made).to(F64)
+    x, y = x.to(F64), torch.tensor([0, 1, 1, 0])
+    losses = nn.CrossEntropyLoss(), nn.CrossEntropyLoss(reduction="sum")
+    joint = Lambda(lambda m, x: torch.cat(heads(m, x), 1), **deepcopy(made)).to(F64)
+    both = Lambda(lambda m, f: losses[0](f[:, :2], y) + losses[1](f[:, 2:], y))
+    blocks = batch_ggn(joint, both, (x,), ())
+    first, second = map(extend, deepcopy(losses))
+    a, b = extend(model)(x)
+    with backpack(KFLR(weight_sharing=sharing)):
+        (first(a, y) + second(b, y)).backward()
+    return model, blocks
+
+
+@pytest.mark.parametrize("sharing", ["expand", "reduce"])
+@pytest.mark.parametrize("name", sorted(PICKED.keys() - NO_TABLE - {"repeated"}))
+def test_table_of_positions_and_two_losses(name: str, sharing: str) -> None:
+    """Losses that see the same rows, one of them at a single position, add up."""
+
+    def heads(m: Module, x: Tensor) -> Any:
+        h = (x + PICKED[name](m)).sin()
+        return h.flatten(1) @ m.u, h[:, 0] @ m.v
+
+    shapes = {"w": (6, 4), "u": (12, 2), "v": (4, 2)}
+    model, ggn = of_two_losses(heads, torch.randn(N, 3, 4), sharing, **shapes)
+    picked = torch.autograd.grad(PICKED[name](model).sum(), model.w)[0][:, 0]
+    blocks, share = ggn["w"].sum(0).view(6, 4, 6, 4), picked / 3
+    pattern = "tptq->pq" if sharing == "expand" else "tpsq->pq"
+    expected = [share if sharing == "expand" else share**2]
+    assert_agrees(model.w.kflr, [*expected, torch.einsum(pattern, blocks)], name)
+
+
+def calls(m: Module, x: Tensor) -> Any:
+    """Call a layer twice; both losses see both calls."""
+    h = m.f(x[:, 0]) + m.f(x[:, 1]).sin()
+    return h, h.tanh()
+
+
+def one_call(m: Module, x: Tensor) -> Any:
+    """Do the same in one call."""
+    first, second = m.f(x).unbind(1)
+    h = first + second.sin()
+    return h, h.tanh()
+
+
+@pytest.mark.parametrize("sharing", ["expand", "reduce"])
+def test_calls_and_two_losses(sharing: str) -> None:
+    """Two losses that see the same calls have the factors of one call."""
+    x, layers = torch.randn(N, 2, 4), {"f": lambda: nn.Linear(4, 2)}
+    results = []
+    for heads in (calls, one_call):
+        model, _ = of_two_losses(heads, x, sharing, **layers)
+        results.append([p.kflr for p in model.parameters()])
+    for actual, expected, what in zip(*results, ("weight", "bias")):
+        assert_agrees(actual, expected, what)
+
+
+ONE_FACTOR = {  # parameters with a dense block: predictions of different calls
+    "bias": (lambda m, x: (m.w + x[:, 0], (x[:, 1] + m.w).sin() + m.w), (2,)),
+    "scale": (lambda m, x: (m.w * x[:, 0], (x[:, 1] * m.w).sin() @ m.w.diag()), (2,)),
+}
+
+
+@pytest.mark.parametrize("name", ONE_FACTOR)
+def test_dense_blocks_and_two_losses(name: str) -> None:
+    """A single factor is a sum over losses, whichever calls they see."""
+    heads, shape = ONE_FACTOR[name]
+    model, ggn = of_two_losses(heads, torch.randn(N, 2, 2), "reduce", w=shape)
+    assert_agrees(model.w.kflr, [ggn["w"].sum(0)], name)
+
+
+OTHER_CALLS = {  # predictions of different calls, and what their weight is
+    "layer": (
+        lambda m, x: (m.f(x[:, 0]), m.f(x[:, 0]) + m.f(x[:, 1])),
+        lambda: nn.Linear(2, 2),
+        r"Linear\(.*'f.weight' of Lambda",
+    ),
+    "tied": (
+        lambda m, x: (
+            F.linear(x[:, 0], m.f.weight),
+            m.f((x[:, 1, 0] > 0).long()) + F.linear(x[:, 0], m.f.weight),
+        ),
+        lambda: nn.Embedding(2, 2),
+        r"Embedding\(.*'f.weight' of Lambda",
+    ),
+}
+
+
+@pytest.mark.parametrize("sharing", ["expand", "reduce"])
+@pytest.mark.parametrize("name", OTHER_CALLS)
+def test_two_losses_of_different_calls(name: str, sharing: str) -> None:
+    """Factors of different inputs do not add up, and whose they are is said."""
+    heads, layer, who = OTHER_CALLS[name]
+    says = rf"KFLR: {who}.*used by several calls, of which two losses see different"
+    with pytest.raises(NotImplementedError, match=says):
+        of_two_losses(heads, torch.randn(N, 2, 2), sharing, f=layer)
 
 
 ORDERS = {

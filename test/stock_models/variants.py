@@ -381,7 +381,6 @@ SETTINGS = [
         answer_logits,
         "question answering, loss inside",
         own_loss=True,
-        refused={"Kronecker": "two losses"},
     ),
     Row(
         "Encoders",

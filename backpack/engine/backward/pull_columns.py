@@ -103,8 +103,9 @@ class PullColumns:
         self._running = backward_pass
         # sums over columns, to be finished when the parameter's turn comes
         self._statistics: dict[Key, Any] = {}
-        # values of parameters with several uses
+        # values of parameters with several uses, and at which of them columns arrived
         self._values: dict[Key, Any] = {}
+        self._arrived: dict[Key, Any] = {}
         # columns at uses that each extension waits for; none if they are carried there
         self._stored: dict[Use, dict[Any, list[Cotangents]]] = {}
         self._covered: set[tuple[Any, Group]] = set()
@@ -188,7 +189,7 @@ class PullColumns:
         at_once, keep = self._plan(ways.groups, extensions, many)
         pull_chunk = partial(self._pull_chunk, ways)
         totals: dict[Key, Any] = {}
-        last: dict[Key, PerSample] = {}
+        last: dict[Key, tuple[Group, PerSample]] = {}
         done = 0
         for chunk in chain([first], chunks):
             last.clear()  # which keeps columns
@@ -209,7 +210,7 @@ class PullColumns:
                 self._running.kept.setdefault(ext, []).append((params, done))
         for key, total in totals.items():
             if key in last:
-                _add(self._values, key, key[0].finish(last[key], total), key[0].add)
+                self._finish(key, total, *last[key], ways)
             else:
                 _add(self._statistics, key, total, key[0].combine)
 
@@ -253,7 +254,7 @@ class PullColumns:
         pulled: dict[Any, Cotangents],
         at_once: dict[Group, list[Any]],
         totals: dict[Key, Any],
-        last: dict[Key, PerSample],
+        last: dict[Key, tuple[Group, PerSample]],
     ) -> None:
         """Add a chunk's part to sums over columns; keep products that finish needs."""
         for ext, group, param, product in self._products(at_once, pulled):
@@ -261,8 +262,21 @@ class PullColumns:
             by = ext.for_parameter(param)
             _add(totals, (ext, param), by.statistic(product), ext.combine)
             if not (group.is_simple or by.looks_again):
-                last[ext, param] = product
+                last[ext, param] = group, product
             product = None
+
+    def _finish(
+        self, key: Key, total: Any, group: Group, product: PerSample, ways: Ways
+    ) -> None:
+        """Form a parameter's value at once, or add it to what other losses have."""
+        ends = [(t.entry.owner, t.entry.index) for t in ways.targets]
+        arrived = {end for end in ends if end[0] in group.uses}
+        value, (ext, param) = key[0].finish(product, total), key
+        if key in self._values:
+            alike = self._arrived[key] == arrived
+            what = partial(group.describe, param)
+            value = ext.join(self._values[key], value, product, what, alike)
+        self._values[key], self._arrived[key] = value, arrived
 
     def _plan(
         self, groups: Iterable[Group], extensions: list[Any], many: bool
@@ -508,7 +522,7 @@ class PullColumns:
         if self._exchanging is not None:
             self._exchanging.remove()
         self.of_losses = GradientsOfLosses()
-        for store in (self._stored, self._values, self._statistics):
+        for store in (self._stored, self._values, self._arrived, self._statistics):
             store.clear()
 
     def behind(self, ext: Any, columns: Tensor) -> Tensor:

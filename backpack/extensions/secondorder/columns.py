@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from dataclasses import dataclass, replace
 from numbers import Integral
-from typing import Any, Iterator, Sequence
+from typing import Any, Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -309,6 +309,28 @@ class ColumnExtension(SecondOrderBackpropExtension):
             Their combination, the sum by default.
         """
         return existing + other
+
+    def join(
+        self,
+        existing: Any,
+        other: Any,
+        product: PerSample,
+        what: Callable[[], str],
+        alike: bool,
+    ) -> Any:
+        """Combine the contributions of two losses to a parameter with several uses.
+
+        Args:
+            existing: One loss's contribution, or that of several.
+            other: Another's.
+            product: Products of any of the other's columns and a Jacobian.
+            what: Names the parameter, and where it is used.
+            alike: Whether both see the same uses.
+
+        Returns:
+            Their combination, that of :meth:`add` by default.
+        """
+        return self.add(existing, other)
 
     def accumulate_backpropagated_quantities(
         self, existing: Tensor, other: Tensor

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from numbers import Real
-from typing import Any
+from typing import Any, Callable
 
 from torch import Tensor
 
@@ -41,6 +41,12 @@ __all__ = [
 BRANCHES = (
     "{ext}: an output is used several times, and a curvature matrix that is averaged "
     "over the batch does not tell how the branches interact. Use KFLR or KFAC."
+)
+
+OTHER_INPUTS = (
+    "{ext}: {what} is used by several calls, of which two losses see different ones. "
+    "Their Kronecker products do not add up to one. Compute the factors of each loss "
+    "in a backward pass of its own."
 )
 
 AVERAGES = (
@@ -297,21 +303,34 @@ class KroneckerFactors(ColumnExtension, HBP):
     def finish(self, product: PerSample, statistic: Any) -> list[Tensor]:  # noqa: D102
         return factors.with_input_factor(product, statistic, self.weight_sharing)
 
-    def add(self, existing: list[Tensor], other: list[Tensor]) -> list[Tensor]:
-        """Refuse to combine the contributions of two losses by different calls.
+    def join(
+        self,
+        existing: list[Tensor],
+        other: list[Tensor],
+        product: PerSample,
+        what: Callable[[], str],
+        alike: bool,
+    ) -> list[Tensor]:
+        """Add factors of two losses, which have that of the input in common.
 
         Args:
             existing: One loss's factors.
             other: The other's.
+            product: Products of any of the other's columns and a Jacobian.
+            what: Names the parameter, and where it is used.
+            alike: Whether both see the same uses, and so the same inputs.
+
+        Returns:
+            Factors of the sum.
 
         Raises:
-            NotImplementedError: The sum of Kronecker products is none.
+            NotImplementedError: If there is none: each has a factor of its own inputs.
         """
-        raise NotImplementedError(
-            f"{type(self).__name__}: a parameter is used by several calls of which two "
-            "losses see different ones. Their Kronecker products do not add up to one. "
-            "Compute the factors of each loss in a backward pass of its own."
-        )
+        if not alike and max(len(existing), len(other)) > 1:
+            raise NotImplementedError(message(OTHER_INPUTS, ext=self, what=what()))
+        position = factors.input_position(existing, product.is_transposed)
+        pairs = enumerate(zip(existing, other))
+        return [x if i == position else x + y for i, (x, y) in pairs]
 
 
 class KFAC(KroneckerFactors):

@@ -1171,6 +1171,50 @@ def own_loss(f: Tensor, y: Tensor) -> Tensor:
     return torch.log(torch.cosh(f - y)).sum() / len(f)
 
 
+def tokens_of(f: Tensor, y: Tensor) -> Tuple[Tensor, Tensor]:
+    """Make two tokens of each sample."""
+    return torch.stack([f, -f.sin()], 2), torch.stack([y, y.flip(0)], 1)
+
+
+class OfTokens(nn.CrossEntropyLoss):
+    """A loss that prepares what it gets."""
+
+    def forward(self, f: Tensor, y: Tensor) -> Tensor:
+        """Call the loss that it is derived from."""
+        return super().forward(*tokens_of(f, y))
+
+
+def masked_mean(m: Module, f: Tensor, y: Tensor, power: int = 0) -> Tensor:
+    """Average over some of the terms, as they are or with weights of their own."""
+    terms = F.cross_entropy(f, y, reduction="none") ** (1 + power)
+    mask = torch.tensor([1, 0, 1, 1]).to(f)
+    return (terms * mask).sum() / mask.sum()
+
+
+INSIDE: Dict[str, Tuple[Callable, float]] = {  # losses that call others, and c
+    "tokens": (lambda m, f, y: m.ce(*tokens_of(f, y)), 1 / (2 * N)),
+    "ignored": (
+        lambda m, f, y: F.cross_entropy(f, y, ignore_index=int(y[0])),
+        1 / int((classes(torch.empty(N, C)) != classes(torch.empty(N, C))[0]).sum()),
+    ),
+    "weight": (
+        lambda m, f, y: F.cross_entropy(f, y, weight=WEIGHT),
+        1 / float(WEIGHT[classes(torch.empty(N, C))].sum()),
+    ),
+    "mse": (lambda m, f, y: F.mse_loss(f.sin(), real(f)), 1 / (N * C)),
+    "nll": (lambda m, f, y: F.nll_loss(f.log_softmax(1), y), 1 / N),
+    "half": (lambda m, f, y: 0.5 * m.ce(f, y), 0.5 / N),
+    "divided": (lambda m, f, y: F.cross_entropy(f, y, reduction="sum") / 7, 1 / 7),
+    "negative": (lambda m, f, y: -(-m.ce(f, y)).view(1).sum(), 1 / N),
+    "masked": (masked_mean, 1 / 3),
+    "two": (lambda m, f, y: (m.ce(f, y) + m.ce(f.sin(), y)) / 2, 0.5 / N),
+    # what these do not tell
+    "other-factors": (lambda m, f, y: m.ce(f, y) + F.mse_loss(f, real(f)), 1 / N),
+    "other-terms": (lambda m, f, y: F.mse_loss(f, real(f)) + own_loss(f, 0), 1 / N),
+    "other-weights": (lambda m, f, y: masked_mean(m, f, y, 1), 1 / N),
+    "zero": (lambda m, f, y: 0 * m.ce(f, y), 1 / N),
+}
+
 FISHER: Dict[str, Tuple[Objective, float]] = {  # with the factor c of 4 samples
     "cross-entropy": (
         Objective(lambda f, ls: ls(f, classes(f))),
@@ -1263,6 +1307,24 @@ FISHER: Dict[str, Tuple[Objective, float]] = {  # with the factor c of 4 samples
         Objective(
             lambda f, ls: ls(f, real(f)),
             lambda: Lambda(lambda m, f, y: len(f) * own_loss(f, y), reduction="sum"),
+        ),
+        1.0,
+    ),
+    **{
+        f"inside-{name}": (
+            Objective(
+                lambda f, ls: ls(f, classes(f)),
+                lambda own=own: Lambda(own, reduction="mean", ce=ce()()),
+            ),
+            factor,
+        )
+        for name, (own, factor) in INSIDE.items()
+    },
+    "inside-subclass": (Objective(lambda f, ls: ls(f, classes(f)), OfTokens), 1 / 8),
+    "inside-sum": (
+        Objective(
+            lambda f, ls: ls(f, classes(f)),
+            lambda: Lambda(lambda m, f, y: F.cross_entropy(f, y), reduction="sum"),
         ),
         1.0,
     ),

@@ -213,7 +213,7 @@ LOSS_FUNCTIONS: dict[Callable, type[Module]] = {
 READ_FROM_OUTPUT = (nn.ReLU, nn.ReLU6, nn.Hardtanh, nn.LeakyReLU)
 
 GENERIC = Row(BaseParameterDerivatives())
-GENERIC_LOSS = Row(GenericLossDerivatives())
+GENERIC_LOSS = Row(GenericLossDerivatives(lambda *call: factor_of_loss(*call)))
 
 
 # Layers that 1.7 has rules for: to replace them takes ``overwrite=True``. For others,
@@ -416,3 +416,24 @@ def find_loss_module(
     if not options.keys() <= signature(cls).parameters.keys():
         return None
     return cls(**options), tuple(given[name] for name in operands)
+
+
+def factor_of_loss(
+    func: Callable, args: tuple, kwargs: dict[str, Any]
+) -> float | Tensor | None:
+    """Tell by what a loss that was called as a function divides the sum of its terms.
+
+    Args:
+        func: Any function.
+        args: Positional arguments.
+        kwargs: Keyword arguments.
+
+    Returns:
+        One over that; ``None`` if it is no loss that is known.
+    """
+    found = find_loss_module(func, args, kwargs) if func in LOSS_FUNCTIONS else None
+    if found is None:
+        return None
+    module, operands = found
+    vars(module).update({f"input{i}": x for i, x in enumerate(operands)})
+    return find_loss(module).derivatives._reduction_factor(module)

@@ -4,10 +4,11 @@ from collections import OrderedDict
 from contextlib import contextmanager
 from functools import partial
 from math import nan, sqrt
-from typing import Any, Callable, Dict, Iterator, Tuple
+from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple, Union
 
 import torch
 from torch import Tensor
+from torch.autograd import grad
 from torch.autograd.function import BackwardCFunction
 from torch.nn import Module, MultiLabelMarginLoss, MultiMarginLoss
 from torch.overrides import TorchFunctionMode
@@ -21,7 +22,14 @@ from backpack.utils.errors import warn_user
 from backpack.utils.hooks import message
 from backpack.utils.state import ask, may_look
 from backpack.utils.subsampling import Subsampling, subsample
-from backpack.utils.types import Grads, Layer, MatProd, Randomness, kind
+from backpack.utils.types import (
+    Grads,
+    Layer,
+    MatProd,
+    Randomness,
+    full_precision,
+    kind,
+)
 from backpack.utils.unsqueeze import flatten, unit_columns
 
 # Errors in the Hessian, relative to its largest entry, that go unnoticed. Rounding
@@ -86,6 +94,40 @@ _CASTS: Dict[Any, Callable] = {
 }
 
 
+FactorOf = Callable[[Callable, tuple, Dict[str, Any]], Any]
+
+
+class _Inside(TorchFunctionMode):
+    """Puts leaves in the place of what losses inside of another one return.
+
+    Attributes:
+        found: The leaves, and the factor c of each of these losses.
+    """
+
+    def __init__(self, factor_of: FactorOf):
+        """Start without any.
+
+        Args:
+            factor_of: Tells the factor c of a function that is called; ``None`` if it
+                is no loss that is known.
+        """
+        super().__init__()
+        self._factor_of = factor_of
+        self.found: List[Tuple[Tensor, Any]] = []
+
+    def __torch_function__(
+        self, func: Callable, types: Any, args: tuple = (), kwargs: Any = None
+    ) -> Any:
+        """Run an operation."""
+        out, factor = func(*args, **(kwargs or {})), None
+        if isinstance(out, Tensor) and out.requires_grad:
+            factor = self._factor_of(func, args, kwargs or {})
+        if factor is None:
+            return out
+        self.found.append((out.detach().requires_grad_(), factor))
+        return self.found[-1][0]
+
+
 class GenericLossDerivatives(BaseLossDerivatives):
     """Derivatives of a loss module that has no rule of its own.
 
@@ -96,6 +138,44 @@ class GenericLossDerivatives(BaseLossDerivatives):
     rounding errors in its gradient. The factor is differentiable, except where a
     Hessian that is not diagonal has repeated eigenvalues: its derivative is NaN there.
     """
+
+    def __init__(self, factor_of: Optional[FactorOf] = None):
+        """Store how losses are known that a loss calls.
+
+        Args:
+            factor_of: See :class:`_Inside`. Default: none is known.
+        """
+        self._factor_of = factor_of
+
+    def _factor_of_terms(self, module: Layer) -> Union[float, Tensor]:
+        """Return c: by what all terms of losses that are called inside are multiplied.
+
+        Args:
+            module: Loss module, with the inputs of the full batch.
+
+        Returns:
+            The factor; that of a mean over samples where this does not tell: the loss
+            has other terms, or some have another factor.
+        """
+        factor = self._reduction_factor(module)
+        if self._factor_of is None or module.reduction not in ("mean", "batchmean"):
+            return factor
+        prediction, *others = loss_inputs(module)
+        prediction = prediction.detach().requires_grad_()
+        scratch, inside = _without_hooks(module), _Inside(self._factor_of)
+        with torch.enable_grad(), inside:
+            loss = repeat(module, (prediction, *others), scratch, is_checked=False)
+        leaves = [leaf for leaf, _ in inside.found]
+        *slopes, rest = grad(loss, (*leaves, prediction), allow_unused=True)
+        known = [(c, x) for (_, c), x in zip(inside.found, slopes) if x is not None]
+        if rest is not None or not known:
+            return factor
+        found = [(c * full_precision(x)).abs().flatten() for c, x in known]
+        of_terms = torch.cat(found)
+        key = "terms", type(module), repr(module), len(of_terms)
+        if not ask(of_terms, key, lambda: _is_one_number(of_terms)):
+            return factor
+        return of_terms.amax()
 
     def _make_hessian_mat_prod(
         self, module: Layer, g_inp: Grads, g_out: Grads
@@ -381,6 +461,12 @@ def _check_slope(
     least = 1e-6 * size.max() if size.numel() else 0.0
     if bool((agree & ((near - found).abs() > 0.3 * size + least)).any()):
         raise NotImplementedError(message(NOT_ITS_SLOPE, module=module))
+
+
+def _is_one_number(factors: Tensor) -> bool:
+    """Tell whether all terms have the same factor, but those that are left out."""
+    used = factors[factors != 0]
+    return used.numel() > 0 and torch.allclose(used, used[:1])
 
 
 def _is_linear_in_pieces(module: Layer) -> bool:

@@ -287,7 +287,18 @@ class BaseLossDerivatives(BaseDerivatives, ABC):
         with torch.enable_grad():
             loss = repeat(module, (prediction, *others))
             (gradient,) = grad(loss, prediction, create_graph=create_graph)
-        return (gradient / self._reduction_factor(module) ** 0.5).unsqueeze(0)
+        return (gradient / self._factor_of_terms(module) ** 0.5).unsqueeze(0)
+
+    def _factor_of_terms(self, module: Layer) -> Union[float, Tensor]:
+        """Return c for the empirical Fisher, which is that of the reduction.
+
+        Args:
+            module: Loss module, with the inputs of the full batch.
+
+        Returns:
+            The factor.
+        """
+        return self._reduction_factor(module)
 
     def _reduction_factor(self, module: Layer) -> Union[float, Tensor]:
         """Return c, one over what the loss divides the sum over its terms by.

@@ -23,6 +23,7 @@ from cases import F64, inverse, randomize
 from oracle import assert_agrees
 from per_sample import Backward
 from torch import Tensor, nn, vmap
+from torch.autograd.graph import saved_tensors_hooks
 from torch.func import grad
 from torch.nn import Module
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -936,6 +937,12 @@ def dropped_again(module: Module, x: Tensor) -> Tensor:
     return checkpoint(lambda x: F.dropout(x), x, use_reentrant=False)
 
 
+def offloaded(module: Module, x: Tensor) -> Tensor:
+    """Keep what the backward pass needs as arrays."""
+    with saved_tensors_hooks(lambda x: x.detach().numpy(), torch.from_numpy):
+        return x.sin()
+
+
 READING: Dict[str, Callable[[Any, Tensor], Any]] = {
     "numpy": lambda m, x: x.detach().numpy().max(),
     "asarray": lambda m, x: np.asarray(x.detach()).max(),
@@ -952,6 +959,7 @@ READING: Dict[str, Callable[[Any, Tensor], Any]] = {
     "random of Python": lambda m, x: random.random(),
     "random of NumPy": lambda m, x: np.random.rand(),
     "seed": reseeded,
+    "offload": offloaded,
     "checkpoint": dropped_again,
     "generator": lambda m, x: torch.rand(4, generator=torch.Generator()).to(x),
     "backward": lambda m, x: [m.scale.exp().sum().backward(), 1.0][1],

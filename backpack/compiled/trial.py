@@ -8,7 +8,7 @@ import sys
 from contextlib import ExitStack, contextmanager
 from functools import wraps
 from threading import get_ident
-from typing import Any, Callable, Iterator
+from typing import Any, Callable, Iterator, NoReturn
 
 import torch
 from torch import Tensor
@@ -46,6 +46,8 @@ _READING = frozenset(
     "__dlpack__ __contains__ equal allclose is_nonzero nonzero argwhere unique "
     "unique_consecutive unique_dim _unique _unique2 bincount masked_select".split()
 )
+# Methods by which numbers leave PyTorch
+_LEAVING = ("numpy", "tolist", "__array__", "__dlpack__")
 # Names of operations that draw random numbers begin with one of these
 _DRAWING = (
     *("rand", "normal", "bernoulli", "multinomial", "poisson", "binomial", "dropout"),
@@ -64,6 +66,33 @@ class Reading(TorchFunctionMode):
         super().__init__()
         self._constants = WeakIdKeyDictionary()
 
+    def __enter__(self) -> Reading:
+        """Begin; what runs inside of an operation, as hooks do, sees no mode."""
+        thread = get_ident()
+        self._own = {name: vars(Tensor).get(name) for name in _LEAVING}
+
+        def watched(method: Callable) -> Callable:
+            @wraps(method)
+            def call(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+                if get_ident() == thread and x not in self._constants:
+                    if not _is_ours():
+                        _refuse(READS.format(name=method.__name__))
+                return method(x, *args, **kwargs)
+
+            return call
+
+        for name in _LEAVING:
+            setattr(Tensor, name, watched(getattr(Tensor, name)))
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        """End."""
+        for name, method in self._own.items():
+            delattr(Tensor, name)
+            if method is not None:
+                setattr(Tensor, name, method)
+        super().__exit__(*error)
+
     def __torch_function__(
         self, func: Callable, types: Any, args: tuple = (), kwargs: Any = None
     ) -> Any:
@@ -73,15 +102,19 @@ class Reading(TorchFunctionMode):
         operands = tensors_in((args, kwargs))
         changes = [x for x in operands if x not in self._constants]
         if changes and _reads(name, args, kwargs) and not _is_ours():
-            raise NotImplementedError(NOT_TRACED.format(error=READS.format(name=name)))
+            _refuse(READS.format(name=name))
         if name == "backward" and not _is_ours():
-            raise NotImplementedError(NOT_TRACED.format(error=BACKWARD))
+            _refuse(BACKWARD)
         out = func(*args, **kwargs)
         if name in LIKE or name.startswith("new_") or not changes:
             if not name.lstrip("_").startswith(_DRAWING):
                 for x in tensors_in(out):
                     self._constants[x] = None
         return out
+
+
+def _refuse(error: str) -> NoReturn:
+    raise NotImplementedError(NOT_TRACED.format(error=error))
 
 
 def _reads(name: str, args: tuple, kwargs: dict[str, Any]) -> bool:
@@ -139,10 +172,7 @@ class Keeper(TorchDispatchMode):
         draws = torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
         operands = tensors_in((args, kwargs))
         if draws and kwargs.get("generator") is not None:
-            who = "a generator of its own"
-            raise NotImplementedError(
-                NOT_TRACED.format(error=OTHER_NUMBERS.format(who=who))
-            )
+            _refuse(OTHER_NUMBERS.format(who="a generator of its own"))
         if draws:
             devices = [x.device.type for x in operands] or ["cpu"]
             self.check(torch.device(kwargs.get("device") or devices[0]).type)
@@ -161,7 +191,7 @@ class Keeper(TorchDispatchMode):
             NotImplementedError: If one is.
         """
         if any(kind in self._set_aside for kind in kinds):
-            raise NotImplementedError(NOT_TRACED.format(error=SET_BACK))
+            _refuse(SET_BACK)
 
     @contextmanager
     def noting_states(self) -> Iterator[None]:
@@ -292,5 +322,4 @@ def _others_draw_nothing() -> Iterator[None]:
         yield
         for who, (get, _) in sources.items():
             if pickle.dumps(get()) != pickle.dumps(before[who]):
-                error = OTHER_NUMBERS.format(who=who)
-                raise NotImplementedError(NOT_TRACED.format(error=error))
+                _refuse(OTHER_NUMBERS.format(who=who))

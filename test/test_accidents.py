@@ -138,7 +138,8 @@ def test_another_thread_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.compiler._is_compiling_flag", True)
     model, loss = extend(nn.Linear(3, 2).to(F64)), extend(nn.MSELoss())
     with backpack(BatchGrad()):
-        loss(model(torch.rand(N, 3, dtype=F64)), torch.rand(N, 2)).backward()
+        x, y = torch.rand(N, 3, dtype=F64), torch.rand(N, 2, dtype=F64)
+        loss(model(x), y).backward()
     assert_agrees(model.weight.grad_batch.sum(0), model.weight.grad)
 
 

@@ -81,7 +81,7 @@ class Operands(NamedTuple):
     Attributes:
         args: Positional arguments.
         data: Operands that hold samples.
-        certain: Those that do for certain, see :meth:`Finder.certain`.
+        certain: Those that do for certain: what the first input enters.
         deciding: Those that say where samples are, if that is known.
         of_base: Where they are in the base of a view that is written to.
     """

@@ -1,5 +1,6 @@
 """Extensions as an outside library writes them, from promised building blocks only."""
 
+import pickle
 import warnings
 from copy import deepcopy
 from functools import partial
@@ -13,7 +14,13 @@ from oracle import assert_agrees, oracle
 from torch import Tensor, nn
 from torch.nn import Module, Parameter, Sequential
 
-from backpack import backpack, extend, hook_run_extensions, hook_store_io
+from backpack import (
+    backpack,
+    convert_module_to_backpack,
+    extend,
+    hook_run_extensions,
+    hook_store_io,
+)
 from backpack.core.derivatives.basederivatives import BaseParameterDerivatives
 from backpack.core.derivatives.batchnorm_nd import BatchNormNdDerivatives
 from backpack.core.derivatives.conv1d import Conv1DDerivatives
@@ -1358,3 +1365,119 @@ def test_jacobian_of_one_of_several_outputs(number: Tuple[int, ...]):
     last = torch.func.jacrev(lambda w: torch.func.functional_call(model, {"w": w}, x))
     jacobian = last(model.w.detach())[number[0]]
     assert_agrees(model.w.jacobian, jacobian.transpose(0, 1))
+
+
+class Sevens(FirstOrderModuleExtension):
+    """What nothing but this rule saves."""
+
+    def weight(self, ext: Any, module: Any, g_inp: Any, g_out: Any, bp: Any) -> Any:
+        """Return a tensor that is no quantity."""
+        return torch.full((N, *module.weight.shape), 7.0, dtype=F64)
+
+
+class SevenColumns(ModuleExtension):
+    """The same, of an extension that walks from module to module."""
+
+    def weight(self, ext: Any, module: Any, g_inp: Any, g_out: Any, bp: Any) -> Any:
+        """Return a tensor that is no quantity."""
+        return torch.full_like(module.weight, 7.0)
+
+
+class Opened(Stretch):
+    """An own layer that another one inherits from."""
+
+
+class OpenedLinear(nn.Linear):
+    """A layer of PyTorch that computes something else."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Apply the weight, and bend the result."""
+        return torch.tanh(x @ self.weight.T)
+
+
+def _residual(part: Module) -> Module:
+    """Build a model that must be converted, with a module that has a rule."""
+    return Sequential(Parallel(nn.Linear(3, 3), part), nn.Tanh(), nn.Linear(3, 3))
+
+
+EXTENSION_AND_RULE = {
+    "first order": (BatchGrad, Sevens),
+    "columns": (DiagGGNExact, SevenColumns),
+    "walking": (DiagHessian, SevenColumns),
+}
+PARTS = {  # the module; the class that the rule is for
+    "class": (lambda: Stretch(3), Stretch),
+    "base": (lambda: Opened(3), Stretch),
+    "inside": (lambda: Sequential(Sequential(nn.Tanh(), Stretch(3))), Stretch),
+}
+
+
+def _converted_pass(model: Module, extension: Any) -> List[Any]:
+    """Run an extension on a converted model; return the values at `weight`."""
+    loss, x = extend(nn.CrossEntropyLoss()), torch.rand(N, 3, dtype=F64)
+    with backpack(extension):
+        loss(model(x), torch.randint(3, (N,))).backward()
+    field = extension.savefield
+    with_rule = [m for m in model.modules() if isinstance(m, (Stretch, OpenedLinear))]
+    return [getattr(m.weight, field) for m in with_rule]
+
+
+@pytest.mark.parametrize("kind", EXTENSION_AND_RULE)
+@pytest.mark.parametrize("part", [*PARTS, "model"])
+def test_rule_in_a_converted_model(kind: str, part: str):
+    """A module with a rule stays whole, so that the rule is used."""
+    make, rule = EXTENSION_AND_RULE[kind]
+    own, cls = PARTS.get(part, PARTS["class"])
+    extension, torch_module = make(), own()
+    extension.set_module_extension(cls, rule(params=["weight"]))
+    model = torch_module if part == "model" else _residual(torch_module)
+    converted = extend(model.to(F64), use_converter=True)
+    (value,) = _converted_pass(converted, extension)
+    assert (value == 7).all()
+
+
+class Unruled(Module):
+    """A layer for whose class there is no rule."""
+
+    def __init__(self) -> None:
+        """Create the weight."""
+        super().__init__()
+        self.weight = Parameter(torch.rand(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Scale ``[N, 3]``."""
+        return self.weight * x
+
+
+LATE = {  # the module; the class that the rule is for; what was opened; what is done
+    "late": (None, None, "Late", lambda model: model),
+    "copy": (None, None, "Late", deepcopy),
+    "saved": (None, None, "Late", lambda m: pickle.loads(pickle.dumps(m))),
+    "twice": (None, None, "Late", partial(convert_module_to_backpack, debug=False)),
+    "base of PyTorch": (
+        OpenedLinear(3, 3, False),
+        nn.Linear,
+        "OpenedLinear",
+        lambda m: m,
+    ),
+    "container": (Sequential(Unruled()), Sequential, "Sequential", lambda m: m),
+}
+
+
+@pytest.mark.parametrize("kind", EXTENSION_AND_RULE)
+@pytest.mark.parametrize("name", LATE)
+def test_rule_for_an_opened_module(name: str, kind: str):
+    """A rule that comes too late, or is for a class that is opened, is no secret."""
+    make, rule = EXTENSION_AND_RULE[kind]
+    part, cls, opened, done = LATE[name]
+    if cls is None:
+        cls = type("Late", (Unruled,), {})
+        part = cls()
+    model = _residual(deepcopy(part)).to(F64)
+    converted = extend(done(convert_module_to_backpack(model, debug=False)))
+    extension = make()
+    assert not _converted_pass(converted, extension)  # before there is a rule
+    extension.set_module_extension(cls, rule(params=["weight"]), overwrite=True)
+    text = f"rule for {cls.__name__}, .*class {opened}:.* for {opened} itself before"
+    with pytest.raises(NotImplementedError, match=text):
+        _converted_pass(converted, extension)

@@ -20,6 +20,7 @@ from backpack.converter.recurrent import transform_lstm_rnn
 from backpack.converter.rest import transform_rest_to_function_modules
 from backpack.converter.trace import graph_of_layer, trace
 from backpack.converter.tracer import is_user_module
+from backpack.utils.hooks import has_own_rule
 
 
 def convert_module_to_backpack(module: Module, debug: bool) -> GraphModule:
@@ -28,9 +29,11 @@ def convert_module_to_backpack(module: Module, debug: bool) -> GraphModule:
     Layers and parameters are shared with the model, which is not changed. Parameters
     keep their names, except those of stacked RNNs and LSTMs that are split: layer
     ``k`` of ``lstm`` becomes the single-layer ``lstm.lstm_k`` with the parameters
-    ``weight_ih_l0, ...``. A model that is one PyTorch layer becomes
-    the submodule ``0``, which prefixes the names with ``0.``. Parameters may
+    ``weight_ih_l0, ...``. A model that is one PyTorch layer, or has a rule itself,
+    becomes the submodule ``0``, which prefixes the names with ``0.``. Parameters may
     change their order.
+
+    Modules of a user's class for which an extension has a rule are kept whole.
 
     Optional arguments of the model's forward are fixed to their default, unless it is
     a number. Assertions are dropped.
@@ -49,7 +52,7 @@ def convert_module_to_backpack(module: Module, debug: bool) -> GraphModule:
     undo_inplace = partial(transform_inplace_to_normal, debug=debug)
     if debug:
         print(f"Converting {type(module).__name__}")
-    if is_user_module(module):
+    if is_user_module(module) and not has_own_rule(module):
         graph_module = trace(module, check=undo_inplace)
     else:
         graph_module = graph_of_layer(module)

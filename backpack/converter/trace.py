@@ -7,7 +7,7 @@ from copy import copy, deepcopy
 from functools import partial, wraps
 from inspect import signature
 from types import MethodType
-from typing import Any, Callable, Dict, Iterator, Optional, Set, Tuple
+from typing import Any, Callable, Dict, Iterable, Iterator, Optional, Set, Tuple
 from unittest.mock import patch
 
 import torch
@@ -28,6 +28,7 @@ from backpack.converter.tracer import (
     length,
 )
 from backpack.utils.errors import warn_user
+from backpack.utils.hooks import OPENED, path_of
 
 # Functions that make a tensor of given sizes: torch.fx sees those of tensors only
 FACTORIES = ("arange", "empty", "eye", "full", "linspace", "ones", "zeros")
@@ -149,7 +150,10 @@ def _restore(module: Module, attributes: Dict[str, Any]) -> Set[str]:
 
 
 class Converted(GraphModule):
-    """A converted model, whose copies keep its hooks, as those of other modules do."""
+    """A converted model, whose copies keep its hooks, as those of other modules do.
+
+    It knows which classes of modules were opened: rules for them are not used.
+    """
 
     def __deepcopy__(self, memo: Dict[int, Any]) -> GraphModule:
         """Copy the model, and its hooks with it.
@@ -162,12 +166,23 @@ class Converted(GraphModule):
         """
         copied = super().__deepcopy__(memo)
         vars(copied).update(deepcopy(_hooks_of(self), memo))
+        vars(copied)[OPENED] = vars(self).get(OPENED, {})
         return copied
 
 
 def _hooks_of(module: Module) -> Dict[str, Any]:
     """Collect a module's hooks, and what it says of them."""
     return {name: value for name, value in vars(module).items() if "_hook" in name}
+
+
+def _names_by_base(classes: Iterable[type]) -> Dict[str, str]:
+    """Name classes of modules, by the name of each base that they have."""
+    return {
+        path_of(base): cls.__name__
+        for cls in classes
+        for base in cls.__mro__
+        if not issubclass(Module, base)
+    }
 
 
 def _trace_once(root: Module, keep_whole: Tuple[str, ...]) -> GraphModule:
@@ -204,6 +219,10 @@ def _trace_once(root: Module, keep_whole: Tuple[str, ...]) -> GraphModule:
             graph.output(graph.graph_copy(tracer.trace(root), {}))
         _keep_names(graph, root)
         graph_module = Converted(root, graph, type(root).__name__)
+        opened = _names_by_base({type(root), *tracer.opened})
+        for module in traced.values():  # some may have been converted before
+            opened.update(vars(module).get(OPENED, {}))
+        vars(graph_module)[OPENED] = opened
         for name, hooks in _hooks_of(root).items():
             if "_forward_" in name or "_backward_" in name:
                 vars(graph_module)[name] = copy(hooks)

@@ -4,7 +4,7 @@ import dis
 import math
 import operator
 import sys
-from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, List, Optional, Sequence, Set, Tuple
 
 import einops
 import torch
@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from backpack.custom_module.branching import Parallel, _Branch
 from backpack.utils.errors import warn_user
+from backpack.utils.hooks import has_own_rule
 
 _IS_INSTANCE, _LEN = isinstance, len  # in whose place there are others meanwhile
 NO_GRAD, CLASS = "no_grad", "class"  # keys in the metadata of nodes
@@ -267,7 +268,14 @@ def is_user_module(module: Module) -> bool:
 
 
 class BackpackTracer(Tracer):
-    """Tracer that stops at operations: PyTorch's layers, ours, and the untraceable."""
+    """Tracer that stops at operations: PyTorch's layers, ours, and the untraceable.
+
+    It stops at modules with a rule, too, which would not be used for what is inside.
+
+    Attributes:
+        keep_whole: Qualified names of the untraceable.
+        opened: Classes of the modules that were traced through.
+    """
 
     # Otherwise, self.mask[:, :length] fails, as fx has no say in what a tensor does
     proxy_buffer_attributes = True
@@ -280,6 +288,7 @@ class BackpackTracer(Tracer):
         """
         super().__init__(autowrap_modules=(math, einops))  # type: ignore[arg-type]
         self.keep_whole = keep_whole
+        self.opened: Set[type] = set()
         self._path = ""  # innermost module that was entered with gradients on
 
     def is_leaf_module(self, m: Module, module_qualified_name: str) -> bool:
@@ -293,7 +302,11 @@ class BackpackTracer(Tracer):
             Whether the module is an operation. Containers, among them ``Parallel``, are
             none.
         """
-        return module_qualified_name in self.keep_whole or not is_user_module(m)
+        return (
+            module_qualified_name in self.keep_whole
+            or not is_user_module(m)
+            or has_own_rule(m)
+        )
 
     def proxy(self, node: Node) -> Proxy:
         """Create the proxy of a node.
@@ -373,6 +386,8 @@ class BackpackTracer(Tracer):
             return forward(*args, **kwargs)
         path, outer = self.path_of_module(m), self._path
         self._path = path if torch.is_grad_enabled() else outer
+        if not self.is_leaf_module(m, path):
+            self.opened.add(type(m))
         try:
             return super().call_module(m, forward, args, kwargs)
         except Untraceable:

@@ -262,6 +262,15 @@ class BackpropExtension(ABC):  # noqa: B024
         # not by identity: extensions may be copies
         return type(self.get_module_extension(module)) is not type(self.default_rule)
 
+    def own_rules(self) -> list[type[Module]]:
+        """List the classes for which a user registered what to do.
+
+        Returns:
+            The classes, without those for which the default is built in.
+        """
+        rules, default = self.__module_extensions, type(self.default_rule)
+        return [cls for cls, rule in rules.items() if type(rule) is not default]
+
     def expects_backpropagation_quantities(self) -> bool:
         """Tell whether the extension works on a quantity pulled back from the loss.
 

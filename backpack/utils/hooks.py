@@ -80,6 +80,36 @@ _INSIDE = Modules()
 RULED: weakref.WeakSet[type] = weakref.WeakSet()
 
 
+# Where a converted model says which classes of modules it has opened
+OPENED = "_opened_by_converter"
+_BUILT_IN = ("torch.", "backpack.")
+
+
+def has_own_rule(module: Module) -> bool:
+    """Tell whether an extension has a rule for a class of a user's.
+
+    Args:
+        module: An instance.
+
+    Returns:
+        Whether it has one for its class or a base, other than those of PyTorch.
+    """
+    known = RULED.intersection(type(module).__mro__)
+    return any(not f"{cls.__module__}.".startswith(_BUILT_IN) for cls in known)
+
+
+def path_of(cls: type) -> str:
+    """Name a class such that this can be saved with a model.
+
+    Args:
+        cls: The class.
+
+    Returns:
+        Its module and name.
+    """
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
 def note_extended(module: Module) -> None:
     """Let a module be extended, with all that is in it.
 

@@ -36,7 +36,7 @@ from backpack.engine.backward.parameters import (
 from backpack.engine.backward.pull_columns import PullColumns
 from backpack.engine.backward.reached import find_owners
 from backpack.engine.backward.report import Report
-from backpack.engine.backward.turn import InputGradients, Turn
+from backpack.engine.backward.turn import InputGradients, Turn, refuse_opened
 from backpack.engine.backward.visits import Visits
 from backpack.engine.nodes.graph import describe, targets_below, will_run
 from backpack.engine.nodes.record import RELEASED, Call, clear_others, lock_of
@@ -148,6 +148,7 @@ class BackwardPass:
         self._apart: set[Call] = set()  # whose turn was at one of their outputs
         looks = bool(exts) or not current.gradient
         self._look_at(roots if looks else ())
+        refuse_opened(self.inspection.calls, exts)
         if self._separating and not any(ext.walks_modules for ext in exts):
             if coverage.note_inside(self.inspection):
                 self._look_at(roots)

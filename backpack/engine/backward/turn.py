@@ -6,7 +6,7 @@ import threading
 from contextlib import contextmanager
 from functools import cached_property
 from itertools import chain
-from typing import Any, Iterator, Sequence
+from typing import Any, Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -31,7 +31,7 @@ from backpack.engine.nodes.graph import (
 from backpack.engine.nodes.record import Call
 from backpack.engine.nodes.uses import Entry
 from backpack.engine.nodes.vjp import joined, pull
-from backpack.utils.hooks import EXTENDED, message, without_hooks
+from backpack.utils.hooks import EXTENDED, OPENED, message, path_of, without_hooks
 from backpack.utils.state import may_look, state
 from backpack.utils.subsampling import subsample
 from backpack.utils.types import tensors_in
@@ -77,6 +77,12 @@ COMPLEX = (
 OTHER_OUTPUT = (
     "{ext} (field '{field}') goes back through the first output of a module only, but "
     "output {index} of {module} is used, too. Use the first one only."
+)
+OPENED_BEFORE = (
+    "{ext} (field '{field}') has a rule for {cls}, but the converter has opened "
+    "modules of the class {opened}: others stand for the operations inside, and the "
+    "rule would not run. Register a rule for {opened} itself before `extend(model, "
+    "use_converter=True)`, which keeps modules of your own with a rule whole."
 )
 SAVED_TWICE = (
     "{ext} (field '{field}') computes its value from a single call, but a parameter of "
@@ -437,6 +443,26 @@ class Turn:
             refuse_several_calls(extension, self.module)
         saved.add((extension, param))
         self.backward_pass.save(extension, param, value)
+
+
+def refuse_opened(calls: Iterable[Call], extensions: Sequence[Any]) -> None:
+    """Refuse rules for classes of modules that the converter has opened.
+
+    Args:
+        calls: The calls that a backward pass meets, with those of converted models.
+        extensions: The active extensions.
+
+    Raises:
+        NotImplementedError: If a rule was registered too late, or for a base.
+    """
+    for module in [call.module_ref() for call in calls]:
+        opened = {} if module is None else vars(module).get(OPENED, {})
+        for extension in extensions if opened else ():
+            for cls in extension.own_rules():
+                if path_of(cls) in opened:
+                    text = _text(extension, module)
+                    names = {"cls": cls.__name__, "opened": opened[path_of(cls)]}
+                    raise NotImplementedError(message(OPENED_BEFORE, **text, **names))
 
 
 def refuse_operation(extension: Any, module: Module) -> None:

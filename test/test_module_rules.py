@@ -1728,6 +1728,62 @@ def test_numbers_in_a_converted_model(name: str):
         assert_agrees(bias.diag_ggn_exact, dense["ggnmp"].diagonal(), "diagonal")
 
 
+class LayerAndScale(Module):
+    """Multiplies with a parameter in front of a layer, or behind it."""
+
+    def __init__(self, in_front: bool = False):
+        """Create both."""
+        super().__init__()
+        self.layer, self.scale = nn.Linear(3, 3), nn.Parameter(torch.ones(3))
+        self.in_front = in_front
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map ``[N, 3]`` to ``[N, 3]``."""
+        return (
+            self.layer(x * self.scale) if self.in_front else self.layer(x) * self.scale
+        )
+
+
+class Between(Module):
+    """Applies a function in front of a layer."""
+
+    def __init__(self, first: Module):
+        """Create the layer, and keep what is in front of the function."""
+        super().__init__()
+        self.a, self.b = first, nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map ``[N, 3]`` to ``[N, 3]``."""
+        return self.b(self.a(x).tanh())
+
+
+WHERE = {  # the model, and what is said
+    "behind a layer": (lambda: Between(nn.Linear(3, 3)), "the output of .*'a' of"),
+    "behind a block": (lambda: Between(LayerAndScale()), "the output of LayerAndScale"),
+    "model": (LayerAndScale, "and LayerAndScale does more"),
+    "in a block": (
+        lambda: Sequential(nn.Linear(3, 3), LayerAndScale(), nn.Linear(3, 3)),
+        "'1' of .*does more",
+    ),
+    "in the first block": (
+        lambda: Sequential(LayerAndScale(), nn.Tanh()),
+        "'0' of .*does more",
+    ),
+    "at the front": (lambda: Sequential(LayerAndScale(True)), "'0' of .*does more"),
+}
+
+
+@EACH
+@pytest.mark.parametrize("name", WHERE)
+def test_where_the_operation_is(ext: Callable, name: str):
+    """The module is named that contains the operation, or behind which it is."""
+    model, text = WHERE[name]
+    X, y = torch.randn(4, 3, dtype=F64), torch.randint(3, (4,))
+    problem = Problem(model().to(F64), nn.CrossEntropyLoss(), (X,), (y,))
+    with pytest.raises(NotImplementedError, match=text):
+        run(problem, ext())
+
+
 def test_hmp_of_a_step():
     """A module may differentiate what it computes for the whole batch."""
     model = randomize(Sequential(InnerStep(), nn.Linear(4, 3)).to(F64))

@@ -52,6 +52,11 @@ NOT_A_CHAIN = (
     "of {module} is not an extended module with a rule for it, but an operation in "
     "between, or in a forward hook. {advice}"
 )
+INSIDE = (
+    "{ext} (field '{field}') walks from module to module, and {module} does more than "
+    "call the modules inside: there is an operation in its forward, or in a hook, or "
+    "it takes a parameter of its own. {advice}"
+)
 NOTHING_PASSED = (
     "{ext} (field '{field}') has no quantity at the output of {module}, because "
     "{consumer}, which takes it as input, passes none on: {reason}. Register a module "
@@ -335,15 +340,17 @@ class Turn:
         if is_complex:
             behind = map(id, leaves_behind(node))
             self.backward_pass.report.behind_complex.update(behind)
-        for target in targets_below([node]):
-            call = target.entry.owner
+        for entry, place in targets_below([node]):
+            call = entry.owner
             if call.is_use:
                 continue
             if any(param.requires_grad for param in call.parameters.values()):
                 if is_complex:
                     text = _text(extension, call.module)
                     raise NoQuantity(message(COMPLEX, consumer=self.module, **text))
-                refuse_operation(extension, call.module)
+                # it ends where the operation does, which is therefore inside
+                inside = place is node and call.is_transparent
+                refuse_operation(extension, call.module, inside)
 
     def incoming(self, extension: Any) -> Any:
         """Return what an extension has pulled back to this call's output.
@@ -465,12 +472,13 @@ def refuse_opened(calls: Iterable[Call], extensions: Sequence[Any]) -> None:
                     raise NotImplementedError(message(OPENED_BEFORE, **text, **names))
 
 
-def refuse_operation(extension: Any, module: Module) -> None:
+def refuse_operation(extension: Any, module: Module, inside: bool = False) -> None:
     """Refuse a module behind which comes no module, but an operation.
 
     Args:
         extension: The extension that walks from module to module.
         module: The module.
+        inside: Whether the operation is in it, next to other modules. Default: no.
 
     Raises:
         NotImplementedError: Always.
@@ -480,7 +488,7 @@ def refuse_operation(extension: Any, module: Module) -> None:
     ]
     advice = IS_CONVERTED if module in converted else CONVERT
     text = {**_text(extension, module), "advice": advice}
-    raise NoQuantity(message(NOT_A_CHAIN, **text))
+    raise NoQuantity(message(INSIDE if inside else NOT_A_CHAIN, **text))
 
 
 def refuse_several_calls(extension: Any, module: Module) -> None:

@@ -95,7 +95,7 @@ def skips(turn: Turn, extension: BackpropExtension) -> bool:
     if call.is_transparent:
         # in a converted model, they are arguments of the modules inside
         if parameters and not consists_of_modules(module):
-            refuse_operation(extension, module)
+            refuse_operation(extension, module, inside=True)
         return True
     if extension.refuses_coupled_samples:
         raise_error_if_coupled(module, call.arguments)

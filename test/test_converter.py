@@ -12,6 +12,7 @@ import pickle
 import warnings
 from collections import Counter, OrderedDict
 from copy import deepcopy
+from functools import partial
 from typing import NamedTuple
 
 import einops
@@ -21,6 +22,7 @@ from oracle import assert_agrees, batch_ggn, individual_gradients, jacobian, par
 from torch import Tensor, nn
 from torch.fx import GraphModule
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from backpack import backpack, extend
 from backpack.converter.function import FunctionModule
@@ -2192,6 +2194,108 @@ def test_kept_whole_alone():
     names = {n.target for n in converted.graph.nodes if n.op == "call_module"}
     assert names == {"0", "1.0", "1.1"}
     check_same_outputs(model, converted, torch.randn(N, 4))
+
+
+class Untraceable(Lambda):
+    """A function of layers that is not traced."""
+
+    def forward(self, x):
+        return super().forward(x) if x.isfinite().all() else x
+
+
+class Pair(nn.Module):
+    def forward(self, x):
+        return x.exp(), x.tanh()
+
+
+class Total(nn.Module):
+    def forward(self, tensors):
+        return sum(tensors)
+
+
+def sequences(x):
+    """View features as two steps of a sequence."""
+    return x.view(-1, 2, 2)
+
+
+def untraceable(function, **children):
+    """Make a module with a layer that is not traced."""
+    return partial(Untraceable, function, fc=nn.Linear(4, 4), **children)
+
+
+WITH_LAYERS = {  # submodules that are kept, in which modules don't do it all
+    "behind": untraceable(lambda m, x: m.fc(x).tanh() + x),
+    "in front": untraceable(lambda m, x: m.fc(x * 2)),
+    "parameter": untraceable(lambda m, x: m.fc(x * m.w), w=nn.Parameter(torch.rand(4))),
+    "twice": untraceable(lambda m, x: m.fc(m.fc(x).sigmoid())),
+    "parameter as input": untraceable(
+        lambda m, x: m.two(m.fc(x), m.w.expand(len(x), 4)),
+        two=nn.Bilinear(4, 4, 4),
+        w=nn.Parameter(torch.rand(4)),
+    ),
+    "list": untraceable(
+        lambda m, x: m.total([m.fc(x), m.other(x)]),
+        total=Total(),
+        other=nn.Linear(4, 4),
+    ),
+    "pair": untraceable(lambda m, x: (y := m.pair(m.fc(x)))[0] + y[1], pair=Pair()),
+    "pair of modules": untraceable(
+        lambda m, x: m.add(*m.pair(m.fc(x))), pair=Pair(), add=SumModule()
+    ),
+    "identity": untraceable(lambda m, x: m.same(m.fc(x) * 2), same=nn.Identity()),
+    "sequences": untraceable(
+        lambda m, x: m.step(sequences(m.fc(x))).sin().flatten(1), step=nn.Linear(2, 2)
+    ),
+    "of PyTorch": lambda: Lambda(
+        lambda m, x: m.layer(sequences(x)).flatten(1),
+        layer=nn.TransformerEncoderLayer(2, 1, 3, 0.0, batch_first=True),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WITH_LAYERS)
+def test_kept_whole_with_layers(name):
+    """Layers inside of what is kept have quantities, of the whole."""
+    torch.manual_seed(0)
+    part, x = deepcopy(WITH_LAYERS[name]()), torch.randn(N, 4).double()
+    model = nn.Sequential(nn.Linear(4, 4), part, nn.Tanh(), nn.Linear(4, 3)).double()
+    with sdpa_kernel(SDPBackend.MATH):  # others have no second derivatives
+        check_quantities(model, x)
+
+
+CHAINS = {  # submodules that are kept, in which modules do it all
+    "one": untraceable(lambda m, x: m.fc(x)),
+    "several": untraceable(lambda m, x: m.act(m.fc(x)), act=nn.ReLU(inplace=True)),
+    "sequences": untraceable(lambda m, x: m.fc(m.fl(x)), fl=nn.Flatten()),
+    "views": untraceable(
+        lambda m, x: m.up(m.step(m.cut(m.fc(x)))),
+        cut=nn.Unflatten(1, (2, 2)),
+        step=nn.Linear(2, 2),
+        up=nn.Flatten(),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CHAINS)
+def test_kept_whole_and_walked_through(name):
+    """Quantities go through modules, which know more of themselves, where they can."""
+    torch.manual_seed(0)
+    part = deepcopy(CHAINS[name]())
+    model = nn.Sequential(nn.Linear(4, 4), part, nn.Tanh(), nn.Linear(4, 3)).double()
+    x, y = torch.randn(N, 4).double(), torch.randn(N, 3).double()
+    # linear in each parameter is a layer, and no block
+    values, _ = run(convert(model), x, y, PCHMP())
+    assert values.keys() == dict(model.named_parameters()).keys()
+    check_quantities(model, x)
+
+
+def test_kept_whole_and_random():
+    """What cannot be repeated is refused by its true reason."""
+    part = untraceable(lambda m, x: m.drop(m.fc(x).tanh()), drop=nn.Dropout(0.5))()
+    model = nn.Sequential(nn.Linear(4, 4), part, nn.Linear(4, 3)).double()
+    x, y = torch.randn(N, 4).double(), torch.randn(N, 3).double()
+    with pytest.raises(RuntimeError, match="repeating its forward pass"):
+        run(convert(model), x, y, DiagHessian())
 
 
 def check_same_outputs(model, converted, x):

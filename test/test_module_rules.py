@@ -1834,14 +1834,21 @@ def test_used_elsewhere(ext: Callable, name: str):
         value.backward()
 
 
+class Untraceable(Functional):
+    """The converter keeps it as it is."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Call the function, if the input is finite."""
+        return super().forward(x) if x.isfinite().all() else x
+
+
 @EACH
 def test_converted_and_refused(ext: Callable):
     """Who has converted the model is not told to do so, but what is left to do."""
-    torch.manual_seed(0)
-    layer = nn.TransformerEncoderLayer(4, 2, 5, 0.0, batch_first=True)
-    model = Sequential(nn.Linear(4, 4), layer, nn.Flatten(), nn.Linear(8, 3)).to(F64)
+    model = Functional(lambda m, x: m.b(m.kept(m.a(x))[1])).to(F64)
+    model.kept = Untraceable(lambda m, x: (y := m.c(x), y.exp())).to(F64)
     converted, loss = extend(model, use_converter=True), extend(nn.CrossEntropyLoss())
-    value = loss(converted(torch.randn(2, 2, 4, dtype=F64)), torch.tensor([0, 1]))
+    value = loss(converted(torch.randn(2, 3, dtype=F64)), torch.tensor([0, 1]))
     with pytest.raises(NotImplementedError, match="The model is converted") as error:
         with backpack(ext()):
             value.backward()

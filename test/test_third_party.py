@@ -1387,6 +1387,19 @@ class Opened(Stretch):
     """An own layer that another one inherits from."""
 
 
+class StretchedLayer(Stretch):
+    """An own layer that has one inside."""
+
+    def __init__(self, features: int) -> None:
+        """Create the layer."""
+        super().__init__(features)
+        self.layer = nn.Linear(features, features)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Stretch ``[N, features]`` before it is mapped."""
+        return self.layer(super().forward(x))
+
+
 class OpenedLinear(nn.Linear):
     """A layer of PyTorch that computes something else."""
 
@@ -1447,6 +1460,18 @@ class Unruled(Module):
     def forward(self, x: Tensor) -> Tensor:
         """Scale ``[N, 3]``."""
         return self.weight * x
+
+
+def test_rule_around_a_layer():
+    """What a module with a rule hides inside is the business of that rule."""
+    extension = DiagHessian()
+    extension.set_module_extension(Stretch, SevenColumns(params=["weight"]))
+    model = _residual(StretchedLayer(3)).to(F64)
+    converted = extend(model, use_converter=True)
+    text = "layer.weight, .*layer.bias: DiagHessian has a rule .*around .*SevenColumns"
+    with pytest.warns(UserWarning, match=text):
+        (value,) = _converted_pass(converted, extension)
+    assert (value == 7).all()
 
 
 LATE = {  # the module; the class that the rule is for; what was opened; what is done

@@ -521,7 +521,7 @@ class BackwardPass:
             for ext in self.state.active_exts
             if ext.is_customized(call.module)
             or ext.walks_modules
-            and not call.is_transparent
+            and not (call.is_transparent or call.is_part)
         ]
         if exts and len(self.inspection.nodes_of(call)) > 1:
             text = {"exts": names_of(exts), "module": name_module(call.module)}

@@ -13,6 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from backpack.core.layout import Layout, Mixed
 from backpack.core.table import GENERIC_LOSS, find_loss
+from backpack.engine.backward.kept_whole import nodes_inside, take_whole
 from backpack.engine.backward.terms import additive_terms, adds_up
 from backpack.engine.nodes.graph import (
     GIVEN,
@@ -129,6 +130,7 @@ class Inspection:
                     queue.append((parent, behind[number : number + 1]))
         if walks:
             self._note_calls_on_constants()
+            take_whole(self)
         self._find_losses()
 
     @property
@@ -334,9 +336,7 @@ class Inspection:
         found = {}
         for call in self.calls if self._only_walks else ():
             if not (call.is_loss or call.is_transparent):
-                before = [e.node for e in call.input_edges if e is not None]
-                before += [e.node for es in call.edges_before.values() for e in es]
-                found[call] = set(walk(self.nodes_of(call), without=before))
+                found[call] = nodes_inside(self, call)
         return found
 
     def _is_taken_whole(self, param: Tensor, node: Node) -> bool:

@@ -34,6 +34,11 @@ NOT_IN_RULE = (
     "{ext} has a rule for its module, {rule}, which saves nothing for it; add its name "
     "to the rule's `params`, or correct the spelling there"
 )
+RULE_AROUND = (
+    "{ext} has a rule for a module around its own, {rule}, and takes that module as a "
+    "whole, as it does more than call the modules inside. Let the rule's `__call__` "
+    "save a value for it, too, or leave that class of modules without a rule"
+)
 MADE_INTO = (
     "{ext} has a rule for its module, {rule}, which is about the parametrized tensor, "
     "and not about what that is made of; remove the parametrization, or leave this "
@@ -206,6 +211,11 @@ class Report:
             return OF_LOSS.format(ext=type(ext).__name__)
         if ext.walks_modules and id(param) in self.behind_complex:
             return BEHIND_COMPLEX.format(ext=type(ext).__name__)
+        around = [root.get_submodule(".".join(path[:i])) for i in range(len(path))]
+        rules = [ext.get_module_extension(x) for x in around if ext.is_customized(x)]
+        if ext.walks_modules and ext.default_rule and rules:
+            rule = type(rules[-1]).__name__
+            return RULE_AROUND.format(ext=type(ext).__name__, rule=rule)
         is_seen = id(param) in self.used and not ext.walks_modules
         if id(module) in self.met:
             rule = ext.get_module_extension(module)

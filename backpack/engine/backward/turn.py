@@ -68,9 +68,10 @@ CONVERT = (
     "write the model with modules only."
 )
 IS_CONVERTED = (
-    "The model is converted, but layers of PyTorch are not, like "
-    "TransformerEncoderLayer: write them as modules of your own, or use an extension "
-    "of the GGN family by columns."
+    "The model is converted, but this is in a module that was kept as it is, as layers "
+    "of PyTorch are, and what cannot be traced or has a rule. Such modules are taken "
+    "as a whole if they return a single tensor: let it do so, or use an extension of "
+    "the GGN family by columns."
 )
 COMPLEX = (
     "{ext} (field '{field}') walks from module to module, whose rules are for real "
@@ -259,8 +260,8 @@ class Turn:
 
     @property
     def only_arranges(self) -> bool:
-        """Whether the call only called others, which come later."""
-        return self.call.is_transparent and not self.parameters
+        """Whether the call only called others, or is a part of one."""
+        return self.call.is_part or self.call.is_transparent and not self.parameters
 
     @property
     def lacks_io(self) -> bool:

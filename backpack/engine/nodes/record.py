@@ -87,7 +87,8 @@ class Call:
         released: Whether inputs and outputs have been dropped.
         columns: Columns ``[V, N, *]`` at each output, chunk by chunk, by their source.
         is_composite: Whether the module has modules inside.
-        is_transparent: Whether modules inside were called.
+        is_transparent: Whether modules inside were called, which describe it.
+        is_part: Whether it happened in a call that is taken as a whole.
         is_apart: Whether its outputs come from different nodes of the graph.
         is_altered: Whether a hook may have changed the output before it was recorded.
         graphless: Modules called before, whose outputs are not part of a graph.
@@ -98,7 +99,7 @@ class Call:
     """
 
     is_use = is_loss = is_composite = is_transparent = released = False
-    is_function = is_altered = is_outermost = is_apart = hides = False
+    is_function = is_altered = is_outermost = is_apart = is_part = hides = False
     loss_module: Module | None = None
     placement: Any = None
     placements: Any = None

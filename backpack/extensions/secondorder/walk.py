@@ -97,6 +97,8 @@ def skips(turn: Turn, extension: BackpropExtension) -> bool:
         if parameters and not consists_of_modules(module):
             refuse_operation(extension, module, inside=True)
         return True
+    if call.is_part:  # of one that is differentiated as a whole
+        return True
     if extension.refuses_coupled_samples:
         raise_error_if_coupled(module, call.arguments)
     overwrites = getattr(module, "inplace", False) and bool(call.edges_before)

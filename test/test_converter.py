@@ -801,6 +801,34 @@ def test_same_model(case, train):
                 check_same(model, copied, x, case.renamed)
 
 
+def of_parts(self, x):
+    x = self.first(x)
+    x = torch.cat(x.chunk(2, 1)[::-1], 1).tanh() + torch.cat(x.split(1, 1), 1)
+    return self.last(torch.stack(x.unbind(1)[1:] + x.unbind(1)[:1], 1))
+
+
+def test_parts_of_a_tensor():
+    """What puts parts of a tensor together has one input, that tensor."""
+    model = Lambda(of_parts, first=nn.Linear(4, 4), last=nn.Linear(4, 3)).to(
+        torch.float64
+    )
+    x, y = torch.rand(5, 4, dtype=torch.float64), torch.tensor([0, 1, 2, 0, 1])
+
+    def loss(weight):
+        out = torch.func.functional_call(model, {"first.weight": weight}, (x,))
+        return F.cross_entropy(out, y)
+
+    weight = model.first.weight
+    dense = torch.autograd.functional.hessian(loss, weight.detach()).reshape(16, 16)
+    converted = extend(model, use_converter=True)
+    assert torch.equal(converted(x), model(x))
+    with backpack(DiagHessian(), HMP()):
+        extend(nn.CrossEntropyLoss())(converted(x), y).backward()
+    assert_agrees(weight.diag_h.flatten(), dense.diagonal(), "diagonal")
+    columns = torch.eye(16, dtype=torch.float64).reshape(16, 4, 4)
+    assert_agrees(weight.hmp(columns).flatten(1), dense, "products")
+
+
 def all_steps(self, x):
     x = self.relu(self.relu(x)).mul_(2)
     with torch.no_grad():

@@ -34,6 +34,10 @@ VIEW_NAMES = {
     *("getitem", "detach", "data", "contiguous", "to", "type_as", "float", "double"),
     *("half", "rearrange", "real", "imag", "broadcast_tensors"),
 }
+# Operations that return parts of a tensor, one after the other
+PARTS = frozenset(
+    "chunk split split_with_sizes tensor_split unbind hsplit vsplit dsplit".split()
+)
 TUPLE_MODULES = (RNN, LSTM, GRU, MultiheadAttention)
 # Packages whose layers keep the size of axis 0
 ROWWISE_MODULES = tuple(
@@ -90,6 +94,24 @@ def is_index(node: Node) -> bool:
         Whether it does.
     """
     return node.target is operator.getitem and type(node.args[1]) is int
+
+
+def is_sequence(node: Any) -> bool:
+    """Tell whether a node stands for parts of a tensor, or for some of these.
+
+    Args:
+        node: The node, or something else.
+
+    Returns:
+        Whether it does.
+    """
+    if not isinstance(node, Node) or node.op not in OPERATION:
+        return False
+    if node.target is operator.getitem and isinstance(node.args[1], slice):
+        return is_sequence(node.args[0])
+    if node.target in (operator.add, operator.iadd):
+        return all(map(is_sequence, node.args))
+    return operation(node) in PARTS
 
 
 def find_kinds(graph_module: Any) -> Dict[Node, str]:

@@ -66,8 +66,8 @@ def _folds(node: Node, kinds: Dict[Node, str]) -> bool:
         kinds: Kind of each node.
 
     Returns:
-        ``True`` for sizes, for what is made of parameters, and for what only serves to
-        take elements from, or its shape.
+        ``True`` for sizes, for what is made of parameters, for parts of a tensor, and
+        for what only serves to take elements from, or its shape.
     """
     if node.op not in reading.OPERATION:
         return False
@@ -78,6 +78,8 @@ def _folds(node: Node, kinds: Dict[Node, str]) -> bool:
         # one, such that its parameters take no part in the operations that use it.
         detaches = reading.operation(node) in ("detach", "data")
         return not detaches and _is_repeatable(node)
+    if reading.is_sequence(node):
+        return True
     is_view = reading.operation(node) in reading.VIEW_NAMES
     if is_view and not any(node in reading.sources_of(user) for user in node.users):
         return True

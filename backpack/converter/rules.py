@@ -16,7 +16,7 @@ from torch.fx import Node
 from torch.nn import Module
 from torch.nn import functional as F
 
-from backpack.converter.reading import Target
+from backpack.converter.reading import Target, is_sequence
 from backpack.converter.tracer import TrainingFlag
 from backpack.custom_module.branching import SumModule
 from backpack.custom_module.pad import Pad
@@ -45,6 +45,7 @@ def _flatten(input, start_dim=0, end_dim=-1):
 
 def _add(input, other, *, alpha=1):
     both = isinstance(input, Node) and isinstance(other, Node)
+    both = both and not is_sequence(input)
     return SumModule() if both and alpha == 1 else None
 
 

@@ -7,15 +7,12 @@ lengths, each pass is another one: rules for what is done there.
 
 from __future__ import annotations
 
-from contextlib import suppress
-from itertools import product
-from typing import Any, Callable, Container, Sequence
+from typing import Any, Callable, Container, List, Optional, Sequence
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-from backpack.core.kinds import Contraction
 from backpack.core.layout import (
     Layout,
     Mixed,
@@ -29,21 +26,16 @@ from backpack.core.layout import (
     pointwise,
     simplify,
     spans,
-    unentered,
 )
-from backpack.core.operations import find_operation
 from backpack.core.recurrences import of_packed
 from backpack.engine.nodes import functions
-from backpack.engine.nodes.saved import are_kept
 from backpack.engine.samples import picked
+from backpack.engine.samples.products import contracted, may_leave_rows, multiplied
 from backpack.engine.samples.trials import DENSE_ELEMENTS, Performed, Trial
 from backpack.engine.samples.views import in_storage
 from backpack.utils.types import is_inexact, tensors_in
 
-NOT_ASKED = (
-    " (of what is learned, zeros that a mask has made are not told from others inside "
-    "of a checkpoint, or where there are other hooks on what is saved)"
-)
+Found = Optional[List[Placement]]
 
 
 def quick_rule(done: Performed, of: Where) -> list[Placement] | None:
@@ -144,7 +136,7 @@ def _axes(done: Performed) -> set[int]:
     return {d % x.dim() for d in axes}
 
 
-def rule(done: Performed, trial: Trial, of: Where, n: int) -> list[Placement] | None:
+def rule(done: Performed, trial: Trial, of: Where, n: int) -> Found:
     """Tell where samples are in results, from placements and what numbers say.
 
     Args:
@@ -156,78 +148,128 @@ def rule(done: Performed, trial: Trial, of: Where, n: int) -> list[Placement] | 
     Returns:
         A placement for each result; ``None`` if there is no rule.
     """
-    name, outs, data = done.name, done.outs, done.data
-    flat, numbers = trial.flat, trial.numbers
+    told = (find(done, trial, of, n) for find in _RULES)
+    return next((placements for placements in told if placements is not None), None)
+
+
+def _where_picked(done: Performed, trial: Trial, of: Where, n: int) -> Found:
     found = _picked(done, trial, of, n)
-    if found is not None:
-        return [found]
-    if len(data) == 1 and name in functions.ALONG and _reduces(done):
-        along, own = _axes(done), trial.numbers_of(data[0])
-        if along and own is not None:
-            known = only_known(own, along)  # what is nobody's is added to what is known
-            kept = _along(done, lambda _: known)
-            if kept is not None:
-                return [simplify(i, n) if isinstance(i, Tensor) else i for i in kept]
-    if name in ("nonzero", "argwhere") or name == "where" and len(flat) == 1:
-        hits = None if numbers[0] is None else numbers[0][flat[0] != 0]
-        if hits is not None and len(data) == 1 and hits.shape == outs[0].shape[:1]:
-            hits = hits if outs[0].dim() == 1 else hits[:, None]
-            return [simplify(hits, n)] * len(outs)
+    return None if found is None else [found]
+
+
+def _where_reduced(done: Performed, trial: Trial, of: Where, n: int) -> Found:
+    """Let what is nobody's be added to what is known."""
+    if len(done.data) > 1 or done.name not in functions.ALONG or not _reduces(done):
+        return None
+    along, own = _axes(done), trial.numbers_of(done.data[0])
+    if not along or own is None:
+        return None
+    known = only_known(own, along)
+    kept = _along(done, lambda _: known)
+    if kept is None:
+        return None
+    return [simplify(i, n) if isinstance(i, Tensor) else i for i in kept]
+
+
+def _where_found(done: Performed, trial: Trial, of: Where, n: int) -> Found:
+    """Tell whose each place is at which something is not zero."""
+    name, flat, numbers = done.name, trial.flat, trial.numbers
+    if not (name in ("nonzero", "argwhere") or name == "where" and len(flat) == 1):
+        return None
+    hits = None if numbers[0] is None else numbers[0][flat[0] != 0]
+    shape = done.outs[0].shape
+    if hits is None or len(done.data) > 1 or hits.shape != shape[:1]:
+        return None
+    hits = hits if len(shape) == 1 else hits[:, None]
+    return [simplify(hits, n)] * len(done.outs)
+
+
+def _where_asked(done: Performed, trial: Trial, of: Where, n: int) -> Found:
+    """Tell where samples meet, though no number shows it."""
+    name, data, options = done.name, done.data, done.kwargs
     if name in ("any", "all") and len(data) == 1 and n > 1:
         axes = _axes(done) or range(data[0].dim())
         if any(spans(of(data[0]), data[0].shape, d - data[0].dim()) for d in axes):
             return [Mixed(trial.describe())]
     if name in ("unique", "unique_consecutive"):
-        options = done.kwargs
         if options.get("return_inverse") and options.get("dim") is None:
             met = Mixed(trial.describe())  # but where each entry has gone is its own
-            return [met, of(data[0]), *[met] * (len(outs) - 2)]
-    if name in functions.PICKING and numbers[0] is not None:
-        whole, ids = numbers[0], done.args[1] if len(done.args) > 1 else None
-        if name == "__getitem__" and isinstance(ids, Tensor):
-            # slices are picked: of each, the number of one entry is enough
-            whole = compact(whole, 1 if ids.dtype in picked.INDEXES else ids.dim())
-            chosen = trial.call([whole, ids]).expand(outs[0].shape)
-        else:
-            chosen = trial.call([whole.contiguous(), *flat[1:]])
-        for own in numbers[1:]:  # of a sample that picks what is another one's
-            if own is not None and own.shape == chosen.shape and conflict(own, chosen):
-                return [Mixed(trial.describe())]
-        return [simplify(chosen, n)]
+            return [met, of(data[0]), *[met] * (len(done.outs) - 2)]
+    return None
+
+
+def _where_chosen(done: Performed, trial: Trial, of: Where, n: int) -> Found:
+    """Pick samples' numbers in place of what is picked."""
+    name, numbers = done.name, trial.numbers
     if name in ("as_strided", "as_strided_copy"):
         view = torch.as_strided(*done.args, **done.kwargs)
-        return [in_storage(flat[0], numbers[0], view, n)]
+        return [in_storage(trial.flat[0], numbers[0], view, n)]
+    if name not in functions.PICKING or numbers[0] is None:
+        return None
+    whole, ids = numbers[0], done.args[1] if len(done.args) > 1 else None
+    if name == "__getitem__" and isinstance(ids, Tensor):
+        # slices are picked: of each, the number of one entry is enough
+        whole = compact(whole, 1 if ids.dtype in picked.INDEXES else ids.dim())
+        chosen = trial.call([whole, ids]).expand(done.outs[0].shape)
+    else:
+        chosen = trial.call([whole.contiguous(), *trial.flat[1:]])
+    for own in numbers[1:]:  # of a sample that picks what is another one's
+        if own is not None and own.shape == chosen.shape and conflict(own, chosen):
+            return [Mixed(trial.describe())]
+    return [simplify(chosen, n)]
+
+
+def _where_combined(done: Performed, trial: Trial, of: Where, n: int) -> Found:
+    """Let entries be where those of operands are."""
+    data, outs = done.data, done.outs
+    if done.name not in functions.POINTWISE or len(outs) > 1:
+        return None
+    agreed: Placement = combined(data, outs[0], of, n)
     floats = list(filter(is_inexact, data))
-    if name in functions.POINTWISE and len(outs) == 1:
-        agreed: Placement = combined(data, outs[0], of, n)
-        if agreed is None and combined(floats, outs[0], of, n) is not None:
-            agreed = Mixed(trial.describe())  # by a mask's values
-        if agreed is not None:
-            return [agreed]
-    marked = [compact(i).flatten() for i in numbers if i is not None]
-    alone = len(marked) == sum(isinstance(x, Tensor) for x in flat)  # no constants
-    if (
-        marked
-        and (alone or name in functions.PICKING)
-        and done.states is None
-        and not floats
-    ):
+    if agreed is None and combined(floats, outs[0], of, n) is not None:
+        agreed = Mixed(trial.describe())  # by a mask's values
+    return None if agreed is None else [agreed]
+
+
+def _where_integers_are(done: Performed, trial: Trial, of: Where, n: int) -> Found:
+    """Let what one sample's integers alone make be that sample's."""
+    if any(map(is_inexact, done.data)):
+        return None
+    marked = [compact(i).flatten() for i in trial.numbers if i is not None]
+    alone = len(marked) == sum(
+        isinstance(x, Tensor) for x in trial.flat
+    )  # no constants
+    alone = alone or done.name in functions.PICKING
+    if marked and alone and done.states is None:
         owners = torch.cat(marked).unique()
-        if len(owners) == 1 and int(owners) >= 0:  # a single sample's
-            return [simplify(owners[0].expand(x.shape), n) for x in outs]
-    if name.rpartition("::")[2] in functions.UNCHECKED and not floats:
-        return [Mixed(f"{trial.describe()} (not run again)", False)] * len(outs)
-    if name == functions.ATTENTION:
-        found = _attended(done, trial, n)
-        if found is not None:
-            return [found]
-    if len(data) > 1 and name in functions.MATCHING:
-        matched = _matched(done, trial, of, n)
-        if matched is not None:
-            return matched
-    rules = (find for names, find in _MOVED if name in names)
-    told = (find(done, trial, n) for find in rules)
+        if len(owners) == 1 and int(owners) >= 0:
+            return [simplify(owners[0].expand(x.shape), n) for x in done.outs]
+    if done.name.rpartition("::")[2] in functions.UNCHECKED:
+        return [Mixed(f"{trial.describe()} (not run again)", False)] * len(done.outs)
+    return None
+
+
+def _where_attended(done: Performed, trial: Trial, of: Where, n: int) -> Found:
+    found = _attended(done, trial, n) if done.name == functions.ATTENTION else None
+    return None if found is None else [found]
+
+
+def _where_matched(done: Performed, trial: Trial, of: Where, n: int) -> Found:
+    several = len(done.data) > 1 and done.name in functions.MATCHING
+    return _matched(done, trial, of, n) if several else None
+
+
+def _where_moved(done: Performed, trial: Trial, of: Where, n: int) -> Found:
+    told = (find(done, trial, n) for names, find in _MOVED if done.name in names)
     return next((placements for placements in told if placements is not None), None)
+
+
+# Rules, in the order in which they are asked
+_RULES: Sequence[Callable[[Performed, Trial, Where, int], Found]] = (
+    *(_where_picked, _where_reduced, _where_found, _where_asked, _where_chosen),
+    *(_where_combined, _where_integers_are, _where_attended, _where_matched),
+    _where_moved,
+)
 
 
 def beside_samples(
@@ -394,7 +436,7 @@ def _matched(
     done: Performed, trial: Trial, of: Where, n: int
 ) -> list[Placement] | None:
     """Follow the matrices of two batches of them, each with its own counterpart."""
-    if _may_leave_rows(trial):
+    if may_leave_rows(trial):
         return None
     (out, *_), placements = done.outs, [of(x) for x in done.data]
     for x, placement in zip(done.data, placements):
@@ -434,103 +476,6 @@ def _written(done: Performed, trial: Trial, n: int) -> list[Placement] | None:
     return None if placement is None else [placement]
 
 
-def _may_leave_rows(trial: Trial) -> bool:
-    """Tell whether factors of zero may leave rows to samples that are not there."""
-    return trial.masks.is_of_few and bool(trial.masks.found())
-
-
-def _contracted(done: Performed, trial: Trial, n: int) -> list[Placement] | None:
-    """Follow rows that are multiplied with a constant matrix."""
-    if len(done.data) > 1:
-        return None
-    (x,), args = done.data, enumerate(done.args)
-    keys = [i for i, y in args if is_inexact(y) and y is not x]
-    operation = find_operation(done.func, done.args, done.kwargs, keys)
-    own = next(i for i in trial.numbers if i is not None)
-    if not isinstance(operation, Contraction) or operation.data is not x:
-        return None
-    if _may_leave_rows(trial):
-        return None
-    rows = operation.rows_of(own)
-    if rows is None:
-        return None
-    return [simplify(rows.expand(done.outs[0].shape), n)]
-
-
-def _multiplied(done: Performed, trial: Trial, n: int) -> list[Placement] | None:
-    """Count whose entries are multiplied and added up, but for those times zero."""
-    places = [k for k, x in enumerate(trial.flat) if is_inexact(x)]
-    factors = [trial.flat[k] for k in places]
-    if any(x.layout is not torch.strided for x in factors):
-        return None  # sparse ones have their own rules
-    if len(places) < 2 or len(places) > 2 and done.name not in functions.CHAINS:
-        return None  # a third one is added
-    shape = done.outs[0].shape
-    if done.name.startswith("conv") or not shape.numel():
-        return None
-    masks = trial.masks.found()
-    own, met = _owners(trial, places, masks, shape)
-    lacks = trial.masks.is_of_few  # so that it may not show that they meet
-    for _ in trial.masks.learned() if met or lacks else ():
-        masks = trial.masks.found()
-        own, met = _owners(trial, places, masks, shape)
-        if not (met or lacks):
-            break
-    trial.masks.were_read = bool(masks or lacks)
-    if met:
-        hidden = are_kept() and any(x.requires_grad and not x.all() for x in factors)
-        return [Mixed(trial.describe() + (NOT_ASKED if hidden else ""))]
-    nobody = unentered(done.outs[0], n)  # if all factors are zero
-    found = simplify(own, n)
-    return [nobody if found is None else found]
-
-
-def _owners(
-    trial: Trial, places: Sequence[int], masks: Sequence[Tensor], shape: torch.Size
-) -> tuple[Tensor, bool]:
-    """Add up the numbers of the samples that entries come from, and their squares.
-
-    Returns:
-        The only sample of each entry, -1 where there is none; and whether some have
-        several.
-    """
-    factors = []
-    for x, own in ((trial.flat[k], trial.numbers[k]) for k in places):
-        weight = torch.ones((), device=x.device, dtype=torch.float64)
-        if any(x is mask for mask in masks):
-            weight = trial.masks.entries_of(x).to(weight)
-        own = torch.full((), -1, device=x.device) if own is None else compact(own)
-        small = torch.broadcast_tensors(weight, own, weight.new_ones([1] * x.dim()))
-        factors.append([small[:2], [part.expand(x.shape) for part in small[:2]]])
-    for chosen in product(*factors):  # the small ones, unless they have to be as long
-        with suppress(RuntimeError):
-            return _added(trial, places, chosen, shape)
-    raise RuntimeError(f"{trial.describe()} can't be repeated.")
-
-
-def _added(
-    trial: Trial,
-    places: Sequence[int],
-    factors: Sequence[Sequence[Tensor]],
-    shape: torch.Size,
-) -> tuple[Tensor, bool]:
-    sums: list[Any] = [0.0, 0.0, 0.0]
-    for place, (weight, own) in zip(places, factors):
-        if trial.numbers[place] is None:
-            continue
-        for power in range(3):
-            flat = list(trial.flat)
-            for other, (x, _) in zip(places, factors):
-                flat[other] = x
-            flat[place] = weight * (own**power * (own >= 0))
-            sums[power] = sums[power] + trial.call(flat)
-    count, first, second = sums
-    own = (first / count.clamp(min=1)).round()
-    several = (first != own * count) | (second != own.square() * count)
-    found = own.where(count > 0, -1).long().expand(shape)
-    return found, bool(several.any())
-
-
 def _sampled(done: Performed, trial: Trial, n: int) -> list[Placement] | None:
     """Let what a grid takes from constant images be of the grid's samples."""
     found = [(x, i) for x, i in zip(trial.flat, trial.numbers) if i is not None]
@@ -556,6 +501,6 @@ _MOVED: Sequence[tuple[Container[str], Callable]] = (
     (functions.CELLS, _in_cell),
     (("sparse_coo_tensor",), _made_sparse),
     (functions.WRITING, _written),
-    (functions.PRODUCTS | functions.GROUPED, _contracted),
-    (functions.PRODUCTS, _multiplied),
+    (functions.PRODUCTS | functions.GROUPED, contracted),
+    (functions.PRODUCTS, multiplied),
 )

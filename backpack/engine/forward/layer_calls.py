@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from functools import lru_cache
-from typing import Any, Callable, NamedTuple
+from typing import Any, Callable, NamedTuple, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -150,7 +150,8 @@ def find_samples(module: Module, args: tuple, kwargs: dict[str, Any]) -> Samples
     Returns:
         Number and places of the samples, ``None`` if there is no tensor.
     """
-    packed = [x for x in (*args, *kwargs.values()) if isinstance(x, PackedSequence)]
+    values = (*args, *kwargs.values())
+    packed = [x for x in values if isinstance(x, PackedSequence)]
     for sequence in packed:
         where, n = _packed(sequence)
         place(sequence.data, where, Pass(n))
@@ -165,7 +166,6 @@ def find_samples(module: Module, args: tuple, kwargs: dict[str, Any]) -> Samples
     sizes = sizes or [k.n for k in known if k is not None]
     raw = [x for x in data if x.grad_fn is None]
     raw = [*raw, *(x for x, k in zip(data, found) if k is INPUT)] or nested
-    given = {id(x) for x in raw}
     computed = [] if sizes or raw else data  # by what is not extended
     if not (sizes or raw or computed):
         return None
@@ -173,6 +173,7 @@ def find_samples(module: Module, args: tuple, kwargs: dict[str, Any]) -> Samples
     first = (raw or computed or [None])[0]
     n = sizes[0] if sizes else first.size(axes.get(id(first), 0))
     inputs: list[tuple[Tensor, Placement]] = [(x, NESTED) for x in nested]
+    given = {id(x) for x in raw}
     for x, k in zip(data, known):
         axis = axes.get(id(x), 0)
         if k is not None and k.n == n:
@@ -189,19 +190,23 @@ def find_samples(module: Module, args: tuple, kwargs: dict[str, Any]) -> Samples
             inputs = [(x, BY_KEYWORD) for x in raw]
         lengths = {len(x) for x in raw} - {1, n, *first.shape}
         beside = dict.fromkeys(lengths, SHARED_FIRST)
-    longer: dict[int, str] = {}
+    longer = _lengths_of_lists(values, n)
     if n == 1 and id(first) not in axes:  # or it is a number that all samples share
-        for x, k in zip(data, known):
-            if k is None and len(x) > 1 and id(x) not in axes:
-                longer[len(x)] = ONE_SAMPLE
-    for x in (*args, *kwargs.values()):
-        if isinstance(x, PackedSequence):
-            continue
-        if isinstance(x, (list, tuple)) and len(x) not in (1, n):
-            own = {len(y) for y in x if isinstance(y, Tensor) and y.dim()}
-            if len(own) > 1 or own == {1}:  # or each tensor is a sample
-                longer[len(x)] = LIST_OF_SAMPLES
+        new = [x for x, k in zip(data, known) if k is None and id(x) not in axes]
+        longer = {**{len(x): ONE_SAMPLE for x in new if len(x) > 1}, **longer}
     return Samples(n, inputs, longer, beside)
+
+
+def _lengths_of_lists(values: Sequence[Any], n: int) -> dict[int, str]:
+    """Find lists in which each tensor might be a sample, by their lengths."""
+    found: dict[int, str] = {}
+    for x in values:
+        if isinstance(x, PackedSequence) or not isinstance(x, (list, tuple)):
+            continue
+        own = {len(y) for y in x if isinstance(y, Tensor) and y.dim()}
+        if len(x) not in (1, n) and (len(own) > 1 or own == {1}):
+            found[len(x)] = LIST_OF_SAMPLES
+    return found
 
 
 @lru_cache(maxsize=256)

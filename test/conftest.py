@@ -62,6 +62,7 @@ WARNS = "2.6", "the compiler warns of what it leaves out, which is an error here
 JAGGED = "2.9", "jagged tensors lack gradients and operations"
 LOCKED = "2.13", "a pass in such a hook waits for the gradient that it is about"
 SINCE = {
+    "test_parts_of_a_tensor": TRACING,
     "test_a_pass_in_a_hook_of_another[accumulated-False-True]": LOCKED,
     "test_a_pass_in_a_hook_of_another[accumulated-True-True]": LOCKED,
     "test_same_model[inplace-keywords-eval]": TRACING,

@@ -15,12 +15,12 @@ from torch import Tensor
 from torch.nn import Module
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from backpack.converter.reading import LIKE
 from backpack.utils.state import out_of_sight
 from backpack.utils.types import tensors_in
+from backpack.utils.writes import Writes, memory_of
 
 NOT_TRACED = (
     "compile_step(...): the step runs as it is, but its operations cannot be recorded: "
@@ -141,45 +141,33 @@ def _is_ours() -> bool:
     return False
 
 
-class Keeper(TorchDispatchMode):
+class Keeper(Writes):
     """Copies what was there before a step when that writes to it, to restore it.
 
     Refuses random numbers that do not follow those before.
     """
 
-    supports_higher_order_operators = True
-
     def __init__(self) -> None:
         """Begin with nothing."""
         super().__init__()
-        self._made: set[int] = set()  # storages of what the step itself has made
-        self._kept: dict[int, tuple[Tensor, Tensor]] = {}  # memory, and what was there
+        self._kept: dict[int | None, tuple[Tensor, Tensor]] = {}  # and what was there
         # states of generators that were set to another one, by type of the device
         self._set_aside: dict[str, Tensor] = {}
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple = (), kwargs: Any = None
-    ) -> Any:
-        """Run an operation, and keep what it overwrites."""
-        kwargs, schema = kwargs or {}, getattr(func, "_schema", None)
-        if schema is not None and schema.is_mutable:
-            pairs = [*zip(schema.arguments, args)]
-            pairs += [(x, kwargs[x.name]) for x in schema.arguments if x.name in kwargs]
-            for argument, value in pairs:
-                if argument.alias_info is not None and argument.alias_info.is_write:
-                    for x in tensors_in(value):
-                        self._keep(x)
-        draws = torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
-        operands = tensors_in((args, kwargs))
-        if draws and kwargs.get("generator") is not None:
+    def see(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> None:  # noqa: D102
+        if torch.Tag.nondeterministic_seeded not in getattr(func, "tags", ()):
+            return
+        if kwargs.get("generator") is not None:
             _refuse(OTHER_NUMBERS.format(who="a generator of its own"))
-        if draws:
-            devices = [x.device.type for x in operands] or ["cpu"]
-            self.check(torch.device(kwargs.get("device") or devices[0]).type)
-        out = func(*args, **kwargs)
-        given = set(map(_storage, operands))
-        self._made.update(set(map(_storage, tensors_in(out))) - given)
-        return out
+        devices = [x.device.type for x in tensors_in((args, kwargs))] or ["cpu"]
+        self.check(torch.device(kwargs.get("device") or devices[0]).type)
+
+    @out_of_sight
+    def overwrite(self, x: Tensor, operation: str) -> None:  # noqa: D102
+        if memory_of(x) not in self._kept:
+            memory = torch.empty(0, dtype=torch.uint8, device=x.device)
+            memory.set_(x.untyped_storage())
+            self._kept[memory_of(x)] = memory, memory.clone()
 
     def check(self, *kinds: str) -> None:
         """Refuse generators that are in another state than after the last draw.
@@ -227,14 +215,6 @@ class Keeper(TorchDispatchMode):
             yield
             self.check(*self._set_aside)
 
-    @out_of_sight
-    def _keep(self, x: Tensor) -> None:
-        number = _storage(x)
-        if number and number not in self._made and number not in self._kept:
-            memory = torch.empty(0, dtype=torch.uint8, device=x.device)
-            memory.set_(x.untyped_storage())
-            self._kept[number] = memory, memory.clone()
-
     def restore(self) -> None:
         """Write back what was there."""
         for memory, numbers in self._kept.values():
@@ -247,12 +227,6 @@ def _states() -> dict[str, Tensor]:
     if torch.cuda.is_initialized():
         states["cuda"] = torch.cat(torch.cuda.get_rng_state_all())
     return states
-
-
-def _storage(x: Tensor) -> int:
-    """Tell which memory a tensor has; zero for one without."""
-    has_memory = x.layout is torch.strided and not x.is_meta
-    return x.untyped_storage()._cdata if has_memory else 0
 
 
 @contextmanager

@@ -19,8 +19,7 @@ from backpack.converter.reading import OPERATION, called, find_kinds
 from backpack.converter.recurrent import transform_lstm_rnn
 from backpack.converter.rest import transform_rest_to_function_modules
 from backpack.converter.trace import graph_of_layer, trace
-from backpack.converter.tracer import is_user_module
-from backpack.utils.hooks import has_own_rule
+from backpack.converter.tracer import is_opened, is_user_module
 
 
 def convert_module_to_backpack(module: Module, debug: bool) -> GraphModule:
@@ -52,7 +51,7 @@ def convert_module_to_backpack(module: Module, debug: bool) -> GraphModule:
     undo_inplace = partial(transform_inplace_to_normal, debug=debug)
     if debug:
         print(f"Converting {type(module).__name__}")
-    if is_user_module(module) and not has_own_rule(module):
+    if is_opened(module):
         graph_module = trace(module, check=undo_inplace)
     else:
         graph_module = graph_of_layer(module)

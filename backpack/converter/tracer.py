@@ -267,6 +267,18 @@ def is_user_module(module: Module) -> bool:
     )
 
 
+def is_opened(module: Module) -> bool:
+    """Whether a module is traced through, as no extension has a rule for it.
+
+    Args:
+        module: The module.
+
+    Returns:
+        ``False`` if it stays whole.
+    """
+    return is_user_module(module) and not has_own_rule(module)
+
+
 class BackpackTracer(Tracer):
     """Tracer that stops at operations: PyTorch's layers, ours, and the untraceable.
 
@@ -302,11 +314,7 @@ class BackpackTracer(Tracer):
             Whether the module is an operation. Containers, among them ``Parallel``, are
             none.
         """
-        return (
-            module_qualified_name in self.keep_whole
-            or not is_user_module(m)
-            or has_own_rule(m)
-        )
+        return module_qualified_name in self.keep_whole or not is_opened(m)
 
     def proxy(self, node: Node) -> Proxy:
         """Create the proxy of a node.

@@ -14,13 +14,12 @@ from typing import Any, Callable, Iterable, Iterator, Sequence
 import torch
 from torch import Tensor
 from torch.autograd.graph import Node
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from backpack.engine.nodes.graph import name_of
 from backpack.engine.nodes.vjp import is_users
 from backpack.engine.samples.other_numbers import states_for
 from backpack.utils.state import is_traced
-from backpack.utils.types import behind, tensors_in
+from backpack.utils.writes import Writes, tensors_behind
 
 WRITES = (
     "The backward of {function} writes to a tensor that was there before "
@@ -58,7 +57,7 @@ def once_more(
         yield given
         return
     function, states = name_of(node), states_for(given)
-    writes, drawn = _Writes(function, given), []
+    writes, drawn = _Refused(function, given), []
     try:
         with writes:
             yield given
@@ -118,7 +117,7 @@ def _apply(node: Any, may_draw: bool, *gradients: Any) -> Any:
         return type(node).apply(node, *given)
 
 
-class _Writes(TorchDispatchMode):
+class _Refused(Writes):
     """Refuses operations that write to memory that was there before.
 
     Attributes:
@@ -126,54 +125,24 @@ class _Writes(TorchDispatchMode):
             any time.
     """
 
-    supports_higher_order_operators = True
     drew = False
 
     def __init__(self, function: str, given: Any):
         """Begin with nothing of its own but what was given."""
-        super().__init__()
-        self._function, self._own = function, {None, *map(_memory, _tensors(given))}
+        super().__init__(given)
+        self._function = function
 
-    def __torch_dispatch__(  # noqa: D105
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        schema = getattr(func, "_schema", None)  # which what calls functions has not
-        written = _written(schema, args, kwargs) if schema is not None else ()
-        if any(_memory(x) not in self._own for x in written):
-            text = {"function": self._function, "operation": f"`{schema.name}`"}
-            raise NotImplementedError(WRITES.format(**text))
+    def see(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> None:  # noqa: D102
         foreign = getattr(func, "namespace", None) not in ("aten", "prims", "prim")
         seeded = torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
         self.drew = self.drew or seeded or foreign
-        found = func(*args, **kwargs)
-        is_new = schema is not None and schema.name == "aten::lift_fresh"  # of numbers
-        known = set() if is_new else set(map(_memory, _tensors((args, kwargs))))
-        self._own.update(set(map(_memory, _tensors(found))) - known)
-        return found
 
-
-def _written(schema: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
-    """List tensors that an operation writes to."""
-    for i, argument in enumerate(schema.arguments if schema.is_mutable else ()):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            yield from _tensors(args[i] if i < len(args) else kwargs.get(argument.name))
+    def overwrite(self, x: Tensor, operation: str) -> None:  # noqa: D102
+        text = {"function": self._function, "operation": f"`{operation}`"}
+        raise NotImplementedError(WRITES.format(**text))
 
 
 def _is_captured(values: Any) -> bool:
     """Tell whether a CUDA graph is recorded, in which generators have no state."""
-    given = any(x.is_cuda for x in _tensors(values))
+    given = any(x.is_cuda for x in tensors_behind(values))
     return given and torch.cuda.is_current_stream_capturing()
-
-
-def _tensors(values: Any) -> Iterator[Tensor]:
-    """List tensors, without what `vmap` puts around them."""
-    return map(behind, tensors_in(values))
-
-
-def _memory(x: Tensor) -> int | None:
-    """Return the number of a tensor's memory, ``None`` if it has none of its own."""
-    try:
-        return x.untyped_storage()._cdata
-    except RuntimeError:
-        return None

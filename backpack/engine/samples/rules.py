@@ -249,27 +249,9 @@ def _where_integers_are(done: Performed, trial: Trial, of: Where, n: int) -> Fou
     return None
 
 
-def _where_attended(done: Performed, trial: Trial, of: Where, n: int) -> Found:
-    found = _attended(done, trial, n) if done.name == functions.ATTENTION else None
-    return None if found is None else [found]
-
-
-def _where_matched(done: Performed, trial: Trial, of: Where, n: int) -> Found:
-    several = len(done.data) > 1 and done.name in functions.MATCHING
-    return _matched(done, trial, of, n) if several else None
-
-
 def _where_moved(done: Performed, trial: Trial, of: Where, n: int) -> Found:
     told = (find(done, trial, n) for names, find in _MOVED if done.name in names)
     return next((placements for placements in told if placements is not None), None)
-
-
-# Rules, in the order in which they are asked
-_RULES: Sequence[Callable[[Performed, Trial, Where, int], Found]] = (
-    *(_where_picked, _where_reduced, _where_found, _where_asked, _where_chosen),
-    *(_where_combined, _where_integers_are, _where_attended, _where_matched),
-    _where_moved,
-)
 
 
 def beside_samples(
@@ -432,11 +414,10 @@ def _made_sparse(done: Performed, trial: Trial, n: int) -> list[Placement] | Non
     return [simplify(found, n)]
 
 
-def _matched(
-    done: Performed, trial: Trial, of: Where, n: int
-) -> list[Placement] | None:
+def _where_matched(done: Performed, trial: Trial, of: Where, n: int) -> Found:
     """Follow the matrices of two batches of them, each with its own counterpart."""
-    if may_leave_rows(trial):
+    several = len(done.data) > 1 and done.name in functions.MATCHING
+    if not several or may_leave_rows(trial):
         return None
     (out, *_), placements = done.outs, [of(x) for x in done.data]
     for x, placement in zip(done.data, placements):
@@ -450,8 +431,10 @@ def _matched(
     return None if found is None else [found] * len(done.outs)
 
 
-def _attended(done: Performed, trial: Trial, n: int) -> Placement:
+def _where_attended(done: Performed, trial: Trial, of: Where, n: int) -> Found:
     """Follow rows of several samples that a mask lets attend to their own alone."""
+    if done.name != functions.ATTENTION:
+        return None
     names = "query", "key", "value", "attn_mask"
     *rows, mask = functions.named(names, done.args, done.kwargs)
     found = [trial.numbers_of(x) for x in rows]
@@ -467,7 +450,7 @@ def _attended(done: Performed, trial: Trial, n: int) -> Placement:
     meet = mask & (q.unsqueeze(-1) != k.unsqueeze(-2))
     if k.shape != v.shape or bool((k != v).any()) or bool(meet.any()):
         return None
-    return simplify(q.unsqueeze(-1).expand(done.outs[0].shape), n)
+    return [simplify(q.unsqueeze(-1).expand(done.outs[0].shape), n)]
 
 
 def _written(done: Performed, trial: Trial, n: int) -> list[Placement] | None:
@@ -503,4 +486,11 @@ _MOVED: Sequence[tuple[Container[str], Callable]] = (
     (functions.WRITING, _written),
     (functions.PRODUCTS | functions.GROUPED, contracted),
     (functions.PRODUCTS, multiplied),
+)
+
+# Rules, in the order in which they are asked
+_RULES: Sequence[Callable[[Performed, Trial, Where, int], Found]] = (
+    *(_where_picked, _where_reduced, _where_found, _where_asked, _where_chosen),
+    *(_where_combined, _where_integers_are, _where_attended, _where_matched),
+    _where_moved,
 )

@@ -615,6 +615,29 @@ def test_arguments(case: str):
         assert_agrees(found, expected, case)
 
 
+def named_for_profilers(step: Step, X: Tensor, y: Tensor) -> Tensor:
+    """Give a part of the step a name, as ``zero_grad`` of optimizers does."""
+    with torch.profiler.record_function("loss"):
+        return type(step).closure(step, X, y)
+
+
+def of_classes(step: Step, X: Tensor, y: Tensor) -> Tensor:
+    """Compute a loss of one's own, whose classes are compared as numbers."""
+    classes = F.one_hot(step.model(X).argmax(-1), 4) + F.one_hot(y, num_classes=4)
+    return (step.model(X) - classes).square().sum()
+
+
+@pytest.mark.parametrize("closure", [named_for_profilers, of_classes])
+def test_what_is_no_operation_or_looks_first(cpu: None, closure: Callable):
+    """Names for profilers are left out; classes become numbers without a look."""
+    step, exts = Step(), [make("BatchGrad")]
+    step.closure = partial(closure, step)
+    run = compile_step(step.closure, *exts, backend="eager")
+    compare(step, run, exts)
+    step.data = step.data[0].flip(0), (step.data[1] + 1) % 4
+    compare(step, run, exts)
+
+
 @pytest.mark.parametrize("name", ["BatchGrad", "DiagGGNExact", "KFLR"])
 def test_several_outputs(name: str):
     """Modules with several outputs, and functions of one's own, are recorded, too."""
@@ -903,6 +926,15 @@ def test_refused(row: Refused):
         step.traced(make(row.name))(X, y)
     assert torch.equal(torch.random.get_rng_state(), before)
     assert all(p.grad is None for p in step.model.parameters())
+
+
+def test_what_the_compiler_refuses(cpu: None):
+    """What is recorded, but not compiled, is refused in our words."""
+    step = Step("transformer")
+    step.model.tokens.sparse = True
+    run = compile_step(step.closure, make("BatchGrad"), backend="eager")
+    with pytest.raises(NotImplementedError, match="`torch.compile` refuses it"):
+        run(*step.data)
 
 
 class Own(Module):

@@ -26,7 +26,7 @@ from backpack.compiled.guards import (
     of_modules,
     of_options,
 )
-from backpack.compiled.trial import NOT_TRACED, Reading, as_before
+from backpack.compiled.trial import NOT_TRACED, Reading, Recordable, as_before
 from backpack.core.fast.whole import KeepWhole
 from backpack.engine.nodes.graph import describe, leaves_behind
 from backpack.extensions.backprop_extension import BackpropExtension
@@ -51,6 +51,11 @@ BY_NUMBERS = (
 PROCESSES = (
     "compile_step(...): this is one of several processes, which exchange gradients "
     "while the pass goes on; a graph has no such moments. Run a plain backward pass."
+)
+NOT_COMPILED = (
+    "compile_step(...): the step was recorded, but `torch.compile` refuses it: "
+    "{error}. Leave out what it refuses (sparse gradients, for instance), or run a "
+    "plain backward pass."
 )
 NO_TENSOR = (
     "A compiled step takes tensors, but argument {index} is of type {kind}. What is no "
@@ -165,8 +170,12 @@ class CompiledStep:
         _check_hooks(leaves)
         with torch.no_grad():
             args = *tensors, *graph.lifted
-            with undisturbed():  # the graph has its casts
-                numbers = list(graph.run(*args))
+            try:
+                with undisturbed():  # the graph has its casts
+                    numbers = list(graph.run(*args))
+            except torch._dynamo.exc.TorchDynamoException as error:
+                text = NOT_COMPILED.format(error=error)
+                raise NotImplementedError(text) from error
             if self._copies:
                 numbers = [x if x is None else x.clone() for x in numbers]
             kept, loss, *results = tree_unflatten(numbers, graph.spec)
@@ -225,7 +234,8 @@ class CompiledStep:
         with as_before(modules), catch_warnings():
             simplefilter("ignore")  # they have been seen
             try:
-                graph = make_fx(recorded)(*tensors)
+                with Recordable():
+                    graph = make_fx(recorded)(*tensors)
             except Exception as error:
                 raise NotImplementedError(NOT_TRACED.format(error=error)) from error
         for module, was in before.items():
@@ -367,6 +377,9 @@ def _lift(graph: GraphModule) -> list[Tensor]:
     lifted: list[Tensor] = []
     inputs: dict[int, Any] = {}
     nodes = graph.graph.nodes
+    for node in reversed(nodes):
+        if "_record_function_" in str(node.target):  # names for profilers, no numbers
+            graph.graph.erase_node(node)
     first = next(x for x in nodes if x.op not in ("placeholder", "get_attr"))
     for node in list(nodes):
         x = getattr(graph, node.target) if node.op == "get_attr" else None

@@ -113,6 +113,26 @@ class Reading(TorchFunctionMode):
         return out
 
 
+class Recordable(TorchFunctionMode):
+    """Does without looking at numbers what PyTorch does only after it has checked them.
+
+    They have been checked when the step was run as it is.
+    """
+
+    def __torch_function__(
+        self, func: Callable, types: Any, args: tuple = (), kwargs: Any = None
+    ) -> Any:
+        """Run an operation."""
+        if func is torch.nn.functional.one_hot:
+            return _one_hot(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def _one_hot(tensor: Tensor, num_classes: int) -> Tensor:
+    zeros = tensor.new_zeros((*tensor.shape, num_classes))
+    return zeros.scatter(-1, tensor.unsqueeze(-1), 1)
+
+
 def _refuse(error: str) -> NoReturn:
     raise NotImplementedError(NOT_TRACED.format(error=error))
 

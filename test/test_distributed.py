@@ -776,6 +776,28 @@ def count_part(rank: int, world: int) -> List[Any]:
     return functional(True, Variance())(rank, samples)
 
 
+class Weighted(Module):
+    """A loss of one's own, a mean of which another loss knows what it divides by."""
+
+    def __init__(self, reduction: str = "mean"):
+        """Make the other one."""
+        super().__init__()
+        self.reduction = reduction
+        self.loss = PROBLEMS["weighted"].loss(reduction=reduction)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        """Call it."""
+        return self.loss(x, y)
+
+
+def weighted_part(rank: int, world: int) -> List[Any]:
+    """Compute the variance in one of several processes, with a loss of one's own."""
+    problem, ext = PROBLEMS["weighted"]._replace(loss=Weighted), Variance()
+    model = run(problem, "mean", batches(SPLITS[f"{world}-uneven"])[rank], ext)
+    reduce(model.parameters(), [ext])
+    return fields(model, ext)
+
+
 @lru_cache(maxsize=None)
 def in_one_process(*row: str) -> Dict[str, List[Any]]:
     """Compute all quantities of a problem from the whole batch."""
@@ -820,6 +842,14 @@ def test_count(world: int):
     problem = PROBLEMS["weighted"]._replace(loss=nn.CrossEntropyLoss)
     expected = fields(run(problem, "mean", slice(0, N), ext), ext)
     for values in in_processes(world, count_part, world):
+        assert_agrees(values, expected, rtol=1e-10)
+
+
+def test_loss_of_ones_own():
+    """A loss of one's own divides by what the losses that it calls divide by."""
+    ext = Variance()
+    expected = fields(run(PROBLEMS["weighted"], "mean", slice(0, N), ext), ext)
+    for values in in_processes(2, weighted_part, 2):
         assert_agrees(values, expected, rtol=1e-10)
 
 

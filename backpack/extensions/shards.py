@@ -336,4 +336,4 @@ def _divisor(loss: Module) -> float | Tensor | None:
         return nan
     if reduction not in ("mean", "batchmean"):
         return None
-    return 1.0 / find_loss(loss).derivatives._reduction_factor(loss)
+    return 1.0 / find_loss(loss).derivatives.factor_of_terms(loss)

@@ -147,7 +147,7 @@ class GenericLossDerivatives(BaseLossDerivatives):
         """
         self._factor_of = factor_of
 
-    def _factor_of_terms(self, module: Layer) -> Union[float, Tensor]:
+    def factor_of_terms(self, module: Layer) -> Union[float, Tensor]:
         """Return c: by what all terms of losses that are called inside are multiplied.
 
         Args:

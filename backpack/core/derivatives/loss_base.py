@@ -287,10 +287,10 @@ class BaseLossDerivatives(BaseDerivatives, ABC):
         with torch.enable_grad():
             loss = repeat(module, (prediction, *others))
             (gradient,) = grad(loss, prediction, create_graph=create_graph)
-        return (gradient / self._factor_of_terms(module) ** 0.5).unsqueeze(0)
+        return (gradient / self.factor_of_terms(module) ** 0.5).unsqueeze(0)
 
-    def _factor_of_terms(self, module: Layer) -> Union[float, Tensor]:
-        """Return c for the empirical Fisher, which is that of the reduction.
+    def factor_of_terms(self, module: Layer) -> Union[float, Tensor]:
+        """Return c: by what all terms of the loss are multiplied.
 
         Args:
             module: Loss module, with the inputs of the full batch.

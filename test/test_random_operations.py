@@ -897,6 +897,9 @@ FOUND = {
     "rows-picked-inside-a-checkpoint": Spec(
         [Step("checkpoint", "positions-embedding", 0)], None, "last-token", 1, 1
     ),
+    "mask-of-no-queries": Spec(
+        [Step("first-expert-empty", "bias-as-mask", 0)], None, "last-token", 1, 1
+    ),
     "no-shift-of-one-sample": Spec(
         [Step("uneven-parts", "shift", 0)], None, "mse", 1, 1
     ),

@@ -37,6 +37,7 @@ from torch.nn import functional as F
 from backpack import backpack, extend
 from backpack.engine.nodes.uses import Use
 from backpack.engine.samples import gaps
+from backpack.extensions import BatchGrad, DiagGGNExact
 
 D = 4
 
@@ -559,6 +560,33 @@ def test_deep_networks(linear: bool, monkeypatch: pytest.MonkeyPatch) -> None:
         counts.append(len(asked))
         asked.clear()
     assert counts[1] < 2.5 * counts[0]
+
+
+def adapted(m: Module, x: Tensor) -> Tensor:
+    """Take a step along the gradient by a parameter, for each sample by itself."""
+    scores = []
+    for own in x:
+        (g,) = grad((own @ m.w).tanh().square().sum(), m.w, create_graph=True)
+        scores.append((own @ (m.w - 0.1 * g)).tanh())
+    return m.o(torch.stack(scores))
+
+
+ADAPTED = Row(lambda: Lambda(adapted, w=param(D, D), o=nn.Linear(D, 3)), randn(D))
+
+
+def test_steps_inside_of_the_context() -> None:
+    """A derivative by parameters in a forward pass: right, or refused with a way out.
+
+    The check of the result does not warn of tensors that are part of a graph.
+    """
+    (model, loss, X), samples = ADAPTED.build(), reference(ADAPTED)
+    model, loss = extend(model), extend(loss)
+    with backpack(BatchGrad(), check=True):
+        ADAPTED.run(model, loss, X).backward()
+    assert_fields(model, ["BatchGrad"], samples)
+    with pytest.raises(AssertionError, match="DiagGGNExact.*with backpack.disable()"):
+        with backpack(DiagGGNExact()):
+            ADAPTED.run(model, loss, X)
 
 
 @pytest.mark.parametrize("name", ["value-and-gradient", "penalty-2.0"])

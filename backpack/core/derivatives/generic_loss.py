@@ -154,8 +154,8 @@ class GenericLossDerivatives(BaseLossDerivatives):
             module: Loss module, with the inputs of the full batch.
 
         Returns:
-            The factor; that of a mean over samples where this does not tell: the loss
-            has other terms, or some have another factor.
+            The factor; that of a mean over samples where this does not tell, as the
+            loss has other terms, or some have another factor.
         """
         factor = self._reduction_factor(module)
         if self._factor_of is None or module.reduction not in ("mean", "batchmean"):

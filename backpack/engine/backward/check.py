@@ -85,6 +85,7 @@ class Check:
         for handle in self._handles:
             handle.remove()
 
+    @torch.no_grad()  # they may be part of a graph
     def compare(self) -> None:
         """Compare.
 

@@ -271,6 +271,7 @@ class ParameterTurn:
         self.backward_pass.save(ext, param, value)
 
 
+@torch.no_grad()  # they may be part of a graph, which a number is not
 def _size_of_terms(
     use: Use, cotangents: Sequence[Tensor | None]
 ) -> tuple[float, float]:

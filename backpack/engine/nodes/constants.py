@@ -253,7 +253,11 @@ def _meeting(
     query, key, _, mask = given
     if mask is None or query.is_nested:
         return None, None
-    return torch.Size([*query.shape[:-1], key.shape[-2]]), mask
+    shape = torch.Size([*query.shape[:-1], key.shape[-2]])
+    own = [1] * (len(shape) - mask.dim()) + [*mask.shape]
+    # where there are no queries, PyTorch takes a mask of any shape
+    fits = len(own) == len(shape) and all(k in (1, n) for k, n in zip(own, shape))
+    return (shape, mask) if fits else (None, None)
 
 
 def note_parts(

@@ -1354,6 +1354,7 @@ NUMBERS: Dict[str, Callable[[Tensor], Tensor]] = {
     "normalized": lambda f: F.layer_norm(f, f.shape[1:]),
     "product": lambda f: f[:, :, None] @ f[:, None],
     "cumulated": lambda f: f.cumprod(1),
+    "cumulated-exponentials": lambda f: f - f.logcumsumexp(-1),
     "largest": lambda f: f.amax(1),
     "distances": lambda f: torch.cdist(f[:, None], torch.ones(1, 2, D, dtype=F64)),
     "inverse": lambda f: torch.linalg.inv(f.unflatten(1, (2, 2)) + 3 * torch.eye(2)),
@@ -1365,6 +1366,7 @@ COUPLED_NUMBERS: Dict[str, Tuple[Callable[[Tensor], Tensor], str]] = {
     "softmax": (lambda f: f.softmax(0), "met in `softmax`"),
     "norm": (lambda f: f / f.norm(dim=0), "met in `linalg_vector_norm`"),
     "renormalized": (lambda f: f.renorm(2, 1, 0.1), "met in `renorm`"),
+    "cumulated": (lambda f: f.logcumsumexp(0), "met in `logcumsumexp`"),
     "in-one-row": (in_one_row, "met in `add`"),
     "function": (Cosine.apply, r"`cosine` \(its derivatives are not finite\)"),
 }

@@ -143,6 +143,8 @@ def structure_only(
         elif maxima := _OF_MAXIMA.match(type(node).__name__):
             plane = tuple(range(-int(maxima[1]), 0))
             handles.append(node.register_hook(partial(_hand_on_planes, plane)))
+        elif type(node).__name__ == "LogcumsumexpBackward0":
+            handles.append(node.register_hook(partial(_hand_back, node)))
     try:
         yield
     finally:
@@ -168,6 +170,15 @@ def _hand_on_planes(axes: tuple[int, ...], inputs: tuple, outputs: tuple) -> Any
     if g is None or at_planes is None:
         return None
     return at_maxima, g.sum(axes, keepdim=True).expand_as(at_planes)
+
+
+def _hand_back(node: Any, inputs: tuple, outputs: tuple) -> Any:
+    """Hand gradients on as a cumulated sum would, and not by their logarithms."""
+    (g,), dim = outputs, node._saved_dim
+    if g is None or not g.dim():
+        return None
+    dim = (dim + g.dim()) % 2**64 % g.dim()  # which is saved without its sign
+    return (g.flip(dim).cumsum(dim).flip(dim),)
 
 
 def _ask(

@@ -2175,6 +2175,48 @@ def test_loops_over_samples(name: str) -> None:
     assert cost(128) < 12 * cost(16)
 
 
+# What is written to rows [R, 4] of some samples, by a parameter [2]
+WRITTEN_ROWS: Dict[str, Callable[[Module, Tensor], Any]] = {
+    "columns-set": lambda m, z: z.__setitem__((..., slice(2)), m.w),
+    "rows-set": lambda m, z: z.__setitem__((z[:, 3] > 0, slice(2)), m.w),
+    "columns-scaled": lambda m, z: z[:, :2].mul_(m.w),
+    "transposed": lambda m, z: z.T[:2].mul_(m.w[:, None]),
+    "reshaped": lambda m, z: z.view(-1, 2, 2)[:, 0].mul_(m.w),
+    "complex": lambda m, z: torch.view_as_complex(z.view(-1, 2, 2)).mul_(m.w),
+}
+# Which positions of which samples there are
+THERE = {
+    "one-each-of-some": [[1, 0], [0, 0], [1, 0], [0, 0]],
+    "more-of-the-last": [[0, 0], [0, 1], [0, 0], [1, 1]],
+    "all-but-one": [[0, 1], [1, 1], [0, 0], [0, 1]],
+    "the-last": [[0, 0], [0, 0], [0, 0], [1, 1]],
+}
+
+
+@pytest.mark.parametrize("there", THERE)
+@pytest.mark.parametrize("name", WRITTEN_ROWS)
+def test_writing_to_rows_of_some_samples(name: str, there: str) -> None:
+    """What is written to is of the samples that are there, like an expert's inputs."""
+
+    def forward(m: Module, x: Tensor) -> Tensor:
+        rows = x[..., 0] > 0
+        z = torch.cat([m.f(x[rows]), x[rows]])
+        h = 2 * z + 1
+        WRITTEN_ROWS[name](m, z)
+        out = m.g(z * h).unflatten(0, (2, -1)).prod(0)
+        return torch.zeros_like(x).index_put((rows,), out)
+
+    def inputs() -> Tuple[Tensor]:
+        x = torch.randn(N, 2, 4, dtype=F64)
+        signs = 2 * torch.tensor(THERE[there]) - 1
+        return (torch.cat([x[..., :1].abs() * signs[..., None], x[..., 1:]], -1),)
+
+    def model() -> Module:
+        return Lambda(forward, w=param(2), f=nn.Linear(4, 4), g=nn.Linear(4, 4))
+
+    assert_right(Row(model, inputs))
+
+
 def test_long_chains_of_parameters() -> None:
     """What parameters alone have made is looked behind once, not in each operation."""
 

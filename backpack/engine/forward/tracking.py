@@ -9,6 +9,7 @@ each such constant, and where its output sits in the graph is remembered.
 from __future__ import annotations
 
 import weakref
+from functools import partial
 from typing import Any, Callable, Sequence
 
 import torch
@@ -30,6 +31,7 @@ from backpack.engine.nodes.constants import (
     distinct,
     edge_of,
     has_views,
+    in_written,
     note_parts,
     stand_in,
 )
@@ -559,7 +561,7 @@ class Tracker(LowMode):
             if has_gaps(of_view):  # with rows of nobody's, nobody can tell
                 of_view = None
             for pair in pairs:
-                pair.within = lambda of_base: of_view
+                pair.within = partial(in_written, of_view)
         placements = list(map(self._finder.of, outs))
         # where samples gave no more than a shape, what came out is a constant
         pairs_of = zip(outs, placements)
@@ -576,7 +578,7 @@ class Tracker(LowMode):
             keys = [pair.key for pair in pairs]
             operation = self._summands.operation(kind.name, args, kwargs, keys)
             operation = operation or find_operation(func, args, kwargs, keys)
-            note_parts(kind.name, args, kwargs, pairs, outs[0], self.n)
+            note_parts(kind.name, args, kwargs, pairs, outs[0])
         if operation is not None and outs[0].is_complex():
             given: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
             real = not all(given[key].is_complex() for key in operation.keys)

@@ -26,6 +26,8 @@ from backpack.engine.nodes.functions import (
 from backpack.utils.parallel import is_in_place
 from backpack.utils.types import are_redefined, common_shape, is_inexact
 
+Within = Callable[[Placement, int, "Tensor | None"], Placement]
+
 
 class Constant:
     """What an operation takes that is no data: a parameter, or computed from some.
@@ -42,7 +44,8 @@ class Constant:
             that of the result, where entries of the same place meet. ``None`` if that
             is not known.
         within: Tells where samples are in that shape, given where they are in the
-            result; ``None`` if it is the result's.
+            result, how many there are, and which, if these are not all; ``None`` if it
+            is as in the result.
     """
 
     __slots__ = ("leaf", "source", "stand_in", "key", "shape", "spread", "within")
@@ -78,7 +81,7 @@ class Constant:
         self.source = None if self.leaf is x else edge_of(x)
         self.stand_in, self.key, self.shape = stand_in, key, x.shape
         self.spread: GradientEdge | None = None
-        self.within: Callable[[Placement], Placement] | None = None
+        self.within: Within | None = None
 
     @property
     def node(self) -> Node:
@@ -266,7 +269,6 @@ def note_parts(
     kwargs: dict[str, Any],
     constants: Sequence[Constant],
     out: Tensor,
-    n: int,
 ) -> None:
     """Note where constants are in a result whose shape they do not have.
 
@@ -276,12 +278,11 @@ def note_parts(
         kwargs: Keyword arguments.
         constants: The constants.
         out: The result.
-        n: Number N of samples.
     """
     if name in IN_BRACKETS:
         index = in_brackets(name, args[1])
         for constant in constants:
-            constant.within = partial(_places, index, out.shape, n, out.device)
+            constant.within = partial(_places, index, out.shape, out.device)
     if name == ATTENTION:
         (query,) = named(("query",), args, kwargs)
         for constant in constants:
@@ -303,7 +304,12 @@ def note_parts(
 
 
 def _places(
-    index: tuple, shape: torch.Size, n: int, device: torch.device, where: Placement
+    index: tuple,
+    shape: torch.Size,
+    device: torch.device,
+    where: Placement,
+    n: int,
+    *_: Any,
 ) -> Placement:
     """Tell where samples are in what is written to some places."""
     if not isinstance(where, (Layout, Tensor)):
@@ -311,7 +317,7 @@ def _places(
     return simplify(sample_numbers(where, shape, n, device)[index], n)
 
 
-def _along_queries(dim: int, where: Placement) -> Placement:
+def _along_queries(dim: int, where: Placement, *_: Any) -> Placement:
     """Tell where samples are in a mask of attention, from where they are in queries."""
     if isinstance(where, Layout):
         return None if where.axis == dim - 1 else where
@@ -320,8 +326,27 @@ def _along_queries(dim: int, where: Placement) -> Placement:
     return None
 
 
+def in_written(
+    placement: Placement, _: Placement, n: int, some: Tensor | None
+) -> Placement:
+    """Tell where samples are in a view that was written to, whatever its base is.
+
+    Args:
+        placement: Where they are, if these are all.
+        _: Where they are in the base.
+        n: How many there are.
+        some: The numbers of those that are there ``[n]``, if these are not all.
+
+    Returns:
+        The placement.
+    """
+    if some is None or not isinstance(placement, Tensor):
+        return placement
+    return simplify(torch.searchsorted(some, placement), n)
+
+
 def _piece(
-    axis: int, start: int, size: int, is_stack: bool, where: Placement
+    axis: int, start: int, size: int, is_stack: bool, where: Placement, *_: Any
 ) -> Placement:
     """Tell where samples are in a piece of what was joined."""
     if isinstance(where, Layout):

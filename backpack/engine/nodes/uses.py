@@ -108,11 +108,13 @@ class Use:
         is_function: Whether it is a function of one's own, found in the graph: its
             constants are what its node takes.
         is_passed: Whether the nodes inside are uses, in place of it.
+        some: Numbers of its samples, if it is the part of those that are there.
     """
 
     is_use, is_loss = True, False
     is_function = is_passed = released = False
     saved: Sequence[Saved] = ()
+    some: Tensor | None = None
     _outputs: Sequence[Any] = ()
 
     def __init__(
@@ -276,7 +278,7 @@ class Use:
             return None
         part = copy(self)
         if len(samples):
-            part.n = len(samples)
+            part.n, part.some = len(samples), samples
             part.placements = [placement for _, placement in found]
         return part, samples
 
@@ -362,7 +364,7 @@ class Use:
             elif x is not None:
                 x, where = x.squeeze(1), out
                 if constant.within is not None:
-                    where = constant.within(out)
+                    where = constant.within(out, n, self.some)
                 elif x.shape[1:] != self.output_shapes[0]:  # a part was written to
                     return None
                 product = Broadcast(None, None).product(

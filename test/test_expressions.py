@@ -34,6 +34,8 @@ from test_uses import attend
 from torch import Tensor, fx, nn
 from torch.nn import Module
 from torch.nn.utils import parametrizations, parametrize, prune
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from backpack import backpack, extend
@@ -892,6 +894,88 @@ TIED = {
 }
 
 
+def in_turn(x: Tensor, weights: Sequence[Tensor]) -> Tensor:
+    """Apply weights one after another."""
+    for w in weights:
+        x = F.linear(x, w).tanh()
+    return x
+
+
+def routed(m: Module, x: Tensor) -> Tensor:
+    """Send each position to one of the experts in a stack."""
+    which, out = (x[..., 0] > 0).long() + 2 * (x[..., 1] > 0.3).long(), x.cos()
+    for k in which.unique().tolist():
+        rows = which == k
+        out = out.index_put((rows,), F.linear(x[rows].sin(), m.w[k], m.b[k]))
+    return out
+
+
+STACK, LONG = {"w": (3, 4, 4)}, {"w": (12, 4)}
+PIECES = {
+    "selected": use(lambda m, x: in_turn(x, [m.w[0], m.w[2]]), 4, **STACK),
+    "selected-from-the-end": use(
+        lambda m, x: in_turn(x, [m.w[-1], m.w[-2].T]), 4, **STACK
+    ),
+    "selected-twice": use(lambda m, x: in_turn(x, [m.w[1], m.w[1]]), 4, **STACK),
+    "unbound": use(lambda m, x: in_turn(x, m.w.unbind(0)), 4, **STACK),
+    "iterated": use(lambda m, x: in_turn(x, list(m.w)[1:]), N, 4, **STACK),
+    "chunked": use(
+        lambda m, x: attend(*[F.linear(x, w) for w in m.w.chunk(3)]), 3, 4, **LONG
+    ),
+    "split": use(
+        lambda m, x: F.linear(F.linear(x, m.w.split([4, 8])[0]), m.w.split([4, 8])[1]),
+        *(N, 4),
+        **LONG,
+    ),
+    "sliced": use(lambda m, x: in_turn(x, [m.w[:4], m.w[6:10]]), 4, **LONG),
+    "sliced-from-the-end": use(
+        lambda m, x: in_turn(x, [m.w[-4:], m.w[-8:-4]]), 4, **LONG
+    ),
+    "narrowed": use(lambda m, x: in_turn(x, [m.w.narrow(0, 3, 4)]), 4, **LONG),
+    "overlapping": use(
+        lambda m, x: in_turn(x, [m.w[:4], m.w[3:7], m.w[2:6]]), 4, **LONG
+    ),
+    "entry-and-slice": use(
+        lambda m, x: in_turn(x, [m.w[1], m.w[1:2][0], m.w[:2].flatten(0, 1)[2:6]]),
+        *(4,),
+        **STACK,
+    ),
+    "piece-and-whole": use(
+        lambda m, x: in_turn(x, [m.w[:4]]) + F.linear(x, m.w)[..., 4:8], 4, **LONG
+    ),
+    "numbers": use(lambda m, x: (x * m.w[0]).sin() * m.w[2] + m.w[0], N, 4, w=(3,)),
+    "vectors": use(lambda m, x: (x * m.w[0]).sin() + m.w[1], 3, 4, w=(2, 4)),
+    "kernels": use(
+        lambda m, x: F.conv1d(F.conv1d(x, m.w[0]).sin(), m.w[1]), 2, 4, w=(2, 2, 2, 2)
+    ),
+    "of-a-view": use(
+        lambda m, x: in_turn(x, [m.w.view(3, 4, 4)[1], m.w.T.reshape(3, 4, 4)[2]]),
+        *(4,),
+        **LONG,
+    ),
+    "of-an-expression": use(
+        lambda m, x: in_turn(x, (m.w * m.w.sigmoid()).unbind()), 4, **STACK
+    ),
+    "of-a-piece": use(
+        lambda m, x: in_turn(x, [m.w[1][0], m.w[1, 1]]) * m.w[0, 1, 2],
+        4,
+        w=(2, 2, 4, 4),
+    ),
+    "along-another-axis": use(
+        lambda m, x: in_turn(x, [m.w[:, 1], m.w.select(-1, 0)]), 4, w=(4, 4, 4)
+    ),
+    "every-other": use(lambda m, x: in_turn(x, [m.w[::2][:4]]), 4, **LONG),
+    "experts": use(routed, N, 4, w=(4, 4, 4), b=(4, 4)),
+    "samples-by-themselves": use(
+        lambda m, x: torch.stack(
+            [F.linear(row, m.w[int(row[0, 0] > 0)]).sin() for row in x]
+        ),
+        *(2, 4),
+        **STACK,
+    ),
+}
+
+
 def unrolled(m: Module, x: Tensor) -> Tensor:
     """Iterate a layer until a fixed point is near."""
     z = torch.zeros_like(x)
@@ -906,6 +990,7 @@ TABLES = {
     "expression": EXPRESSIONS,
     "hypernetwork": HYPERNETWORKS,
     "tied": TIED,
+    "pieces": PIECES,
 }
 
 
@@ -915,6 +1000,34 @@ TABLES = {
 def test_right(table: str, row: str) -> None:
     """Every quantity of every parameter agrees with plain autograd."""
     assert_right(TABLES[table][row])
+
+
+class Largest(TorchDispatchMode):
+    """Sees how large results are.
+
+    Attributes:
+        size: The number of elements of the largest one.
+    """
+
+    size = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: Any = None
+    ) -> Any:
+        """Run an operation."""
+        out = func(*args, **(kwargs or {}))
+        sizes = [x.numel() for x in tree_leaves(out) if isinstance(x, Tensor)]
+        self.size = max(self.size, *sizes, 0)
+        return out
+
+
+@pytest.mark.parametrize("quantity", ["BatchL2Grad", "SumGradSquared", "ClippedGrad"])
+@pytest.mark.parametrize("row", ["selected", "unbound", "chunked", "experts"])
+def test_pieces_by_themselves(row: str, quantity: str) -> None:
+    """Of stacked weights, no products are formed as large as the stack."""
+    with Largest() as largest:
+        model = compute(PIECES[row]._replace(quantities=[quantity]), [quantity])
+    assert largest.size < N * model.w.numel()
 
 
 FORMED = {

@@ -796,9 +796,11 @@ def check(spec: Spec, seen: Counter) -> None:
         reject()  # PyTorch itself fails: there is nothing to compare with
     try:
         model = compute(row, QUANTITIES)
-    except NotImplementedError as error:
-        if not influences(row).any():
+    except (NotImplementedError, UserWarning) as error:
+        if not influences(row).any():  # and no parameter is reached, perhaps
             reject()
+        if isinstance(error, UserWarning):
+            raise
         seen["refused"] += 1
         seen[f"refused: {str(error)[:200]}"] += 1
         return

@@ -9,7 +9,9 @@ form it has. The forms are
 - :class:`~backpack.core.per_sample.outer.Outer`: a sum of outer products over shared
   positions (linear, convolution),
 - :class:`~backpack.core.per_sample.rows.Rows`: rows that are added at given indices
-  (embeddings).
+  (embeddings),
+- :class:`~backpack.core.per_sample.pieces.Pieces`: any of these, of pieces along the
+  first axis (stacked weights).
 
 Every reduction (norms, squares, dots, ...) is a method, written once per form, and uses
 the cheapest known formula for it. What several forms add up is in ``sums.py``; how a

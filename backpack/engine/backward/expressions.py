@@ -6,7 +6,7 @@ the form of products. For all else, a vector-Jacobian product leads to the param
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from typing import Any, Callable, Collection, Sequence
 
 import torch
@@ -15,8 +15,9 @@ from torch.autograd.graph import GradientEdge, Node
 
 from backpack.core.kinds import Broadcast
 from backpack.core.per_sample.apart import Apart
-from backpack.core.per_sample.base import Dense, PerSample
+from backpack.core.per_sample.base import Dense, PerSample, Summed
 from backpack.core.per_sample.outer import Outer
+from backpack.core.per_sample.pieces import Pieces, Place
 from backpack.core.per_sample.rows import Rows
 from backpack.core.per_sample.scaled import Scaled
 from backpack.engine.nodes import graph
@@ -29,7 +30,9 @@ from backpack.utils.state import state
 from backpack.utils.types import kind
 
 # Products that keep their form behind views of a parameter
-_FORMS = (Dense, Apart, Outer, Rows, Scaled)
+_FORMS = (Dense, Apart, Outer, Pieces, Rows, Scaled, Summed)
+# What takes a piece of a tensor
+_TAKING = ("Select", "Slice", "Split", "SplitWithSizes", "Unbind")
 _PERMUTES = ("TBackward0", "TransposeBackward0", "PermuteBackward0")
 
 
@@ -88,18 +91,8 @@ def behind_views(
                 product = product.scaled(slope)
             else:
                 product = Scaled(product, slope)
-        elif parent and isinstance(product, Dense):
-            found = _unrepeated(node, product, before)
-            found = found or _rows_of_table(node, product, before)
-            if found is None:
-                break
+        elif parent and (found := _undone(edge, shape, product, before)):
             product = found
-        elif parent and name in _PERMUTES and product.shape == shape:
-            order = _order_of(node, len(shape))
-            try:
-                product = product.permuted([order.index(d) for d in range(len(order))])
-            except ValueError:
-                break
         else:
             break
         edge, shape = parent, before
@@ -108,6 +101,61 @@ def behind_views(
     if edge.node in ends:
         return ends[edge.node], None, product
     return None, edge, product
+
+
+def _undone(
+    edge: GradientEdge, shape: torch.Size, product: Any, before: torch.Size
+) -> PerSample | None:
+    """Describe products with what was repeated, permuted, or a part of which was taken.
+
+    Args:
+        edge: Where the result sits in the graph.
+        shape: Its shape.
+        product: Products with its Jacobian.
+        before: Shape of what it was.
+
+    Returns:
+        Products with the Jacobian of that; ``None`` if nothing of it was done.
+    """
+    node, found = edge.node, None
+    if isinstance(product, Dense):
+        found = _unrepeated(node, product, before)
+        found = found or _rows_of_table(node, product, before)
+    elif type(node).__name__ in _PERMUTES and product.shape == shape:
+        order = _order_of(node, len(shape))
+        with suppress(ValueError):
+            found = product.permuted([order.index(d) for d in range(len(order))])
+    return found or _piece(edge, product, before)
+
+
+def _piece(edge: GradientEdge, product: PerSample, shape: torch.Size) -> Pieces | None:
+    """Describe products with a piece along the first axis, of stacked weights.
+
+    Args:
+        edge: Where it sits in the graph.
+        product: Products with its Jacobian.
+        shape: Shape of what it is a piece of.
+
+    Returns:
+        Products with the Jacobian of the whole, ``None`` if that was something else.
+    """
+    node, number, *_ = edge
+    name, size = type(node).__name__.removesuffix("Backward0"), shape[:1].numel()
+    if name not in _TAKING or node._saved_dim:
+        return None
+    if name == "Slice":
+        start, _, step = _slice(node).indices(size)
+        if step != 1:
+            return None
+    elif name == "Select":
+        start = _signed(node._saved_index) % size
+    elif name == "Unbind":
+        start = number
+    else:
+        start = sum(x.shape[0] for x in node._input_metadata[:number])
+    alone = name in ("Select", "Unbind")
+    stop = start + (1 if alone else product.shape[0])
+    return Pieces(shape, {Place(start, stop, alone): [product]})
 
 
 def _entry_by_entry(

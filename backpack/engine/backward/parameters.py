@@ -19,6 +19,7 @@ from torch.nn import Module
 
 from backpack.core.per_sample.base import Dense, PerSample
 from backpack.core.per_sample.maps import OfSome, alike, merged
+from backpack.core.per_sample.pieces import Pieces
 from backpack.engine.backward.expressions import behind_views, unseen
 from backpack.engine.nodes import graph
 from backpack.engine.nodes.saved import SAVED, fetch
@@ -166,7 +167,10 @@ class Group:
                 of_some = isinstance(product, OfSome)
                 inner = product.product if of_some else product
                 leaf, edge, inner = behind_views(source, shape, inner, self.params)
-                product = product._replace(product=inner) if of_some else inner
+                if of_some and isinstance(inner, Pieces):
+                    product = inner.among(product.samples, product.batch_size)
+                else:
+                    product = product._replace(product=inner) if of_some else inner
                 if leaf is not None:
                     _add(found, leaf, product)
                 else:

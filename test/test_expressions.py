@@ -910,6 +910,13 @@ def routed(m: Module, x: Tensor) -> Tensor:
     return out
 
 
+def to_slots(slots: Callable[[Module, Tensor], Tensor], m: Module, x: Tensor) -> Tensor:
+    """Send no position to an expert that has a table of its slots."""
+    rows = (x[:, 0, 0] < -2).nonzero()[:, 0]
+    shifted = x[rows, 1] + slots(m, torch.arange(len(rows)))
+    return x[:, 0].index_put((rows,), shifted) * m.w[0]
+
+
 STACK, LONG = {"w": (3, 4, 4)}, {"w": (12, 4)}
 PIECES = {
     "selected": use(lambda m, x: in_turn(x, [m.w[0], m.w[2]]), 4, **STACK),
@@ -966,6 +973,14 @@ PIECES = {
     ),
     "every-other": use(lambda m, x: in_turn(x, [m.w[::2][:4]]), 4, **LONG),
     "experts": use(routed, N, 4, w=(4, 4, 4), b=(4, 4)),
+    **{
+        f"slots-of-an-expert-{name}": use(partial(to_slots, slots), N, 4, w=(5, 4))
+        for name, slots in {
+            "sliced": lambda m, t: m.w[: len(t)],
+            "indexed": lambda m, t: m.w[t],
+            "looked-up": lambda m, t: F.embedding(t, m.w.flip(0)),
+        }.items()
+    },
     "samples-by-themselves": use(
         lambda m, x: torch.stack(
             [F.linear(row, m.w[int(row[0, 0] > 0)]).sin() for row in x]

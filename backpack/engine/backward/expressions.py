@@ -253,7 +253,7 @@ def _rows_of_table(node: Node, product: Dense, shape: torch.Size) -> Rows | None
     if isinstance(picked, Tensor) and picked.dtype == torch.bool and picked.dim() > 1:
         return None  # of entries
     ids = torch.arange(shape[0], device=product.device)[picked].flatten()
-    if ids.numel() * shape[1] != product.shape.numel():
+    if ids.numel() * shape[1] != product.shape.numel() or not ids.numel():
         return None
     found = product.rows(ids)
     if found is None:

@@ -82,6 +82,21 @@ class Routed(Module):
         return out.index_put(rows, self.layer(x[rows])).sum(1)
 
 
+class Stacked(Module):
+    """Weights in one parameter, of which the first gets some positions only."""
+
+    def __init__(self):
+        """Draw the weights."""
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3, 3, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Add what two of the weights make of positions."""
+        rows = torch.where(x[..., 0] > x[..., 0].mean(1, keepdim=True))
+        out = (x @ self.weight[2].T).tanh()
+        return out.index_put(rows, x[rows] @ self.weight[0].T).sum(1)
+
+
 class Experts(Module):
     """Parts of which each sample enters one; what no sample enters is not called."""
 
@@ -219,6 +234,15 @@ PROBLEMS = {
         nn.CrossEntropyLoss,
         lambda: torch.tensor([0, 2, 1, 1, 0, 2]),
         refused=("PCHMP",),  # the module is not known to be linear in its parameter
+    ),
+    # whose weights see different numbers of positions
+    "stacked": Problem(
+        Stacked,
+        lambda: torch.randn(N, 5, 4, dtype=F64) ** 3,
+        nn.CrossEntropyLoss,
+        lambda: torch.tensor([0, 2, 1, 1, 0, 2]),
+        sequence=True,
+        refused=(*WALKING, "BatchDotGrad", "EKFAC-basis", "BatchProjectGrad-drawn"),
     ),
     "experts": Problem(
         lambda: Experts(Transposed(4, 3)),

@@ -7,7 +7,7 @@ layer that does the same. What has none gets its dense block, unless it is too l
 import re
 from copy import deepcopy
 from functools import partial
-from typing import Any, Callable, List, Optional
+from typing import Any, Callable, Dict, List, Optional, Sequence
 
 import pytest
 import torch
@@ -32,6 +32,7 @@ from torch import Tensor, nn
 from torch.nn import Module
 
 from backpack import backpack, extend
+from backpack.core.per_sample.pieces import Pieces
 from backpack.extensions import EKFAC, KFAC, KFLR
 from backpack.utils.kroneckers import kfacs_to_mat
 
@@ -374,6 +375,78 @@ def test_factors_like_those_of_a_layer(name: str, factors: type, sharing: str) -
         results.append([getattr(p, extension.savefield) for p in model.parameters()])
     for actual, expected, what in zip(*reversed(results), ("weight", "bias")):
         assert_agrees(actual, expected, what)
+
+
+def in_turn(f: Callable, ws: Sequence[Tensor], x: Tensor) -> Tensor:
+    """Apply weights one after another."""
+    for w in ws:
+        x = f(x, w).tanh()
+    return x
+
+
+def to_experts(f: Callable, ws: Sequence[Tensor], x: Tensor) -> Tensor:
+    """Send each position to one of three experts, and none to the one between."""
+    out = torch.zeros_like(x)
+    for k, rows in ((0, x[..., 0] > 0), (2, x[..., 0] <= 0)):
+        out = out.index_put((rows,), f(x[rows], ws[k]))
+    return out.tanh()
+
+
+STACKS = {  # how weights are applied, and of which whole they are taken, and how
+    "linear": (partial(in_turn, F.linear), (3, 4, 4), Tensor.unbind),
+    "matmul": (partial(in_turn, torch.matmul), (3, 4, 4), list),
+    "convolution": (
+        partial(in_turn, lambda x, w: F.conv1d(x, w, padding=1)),
+        *((3, 4, 4, 3), lambda w: [w[0], w[1], w[2]]),
+    ),
+    "packed": (partial(in_turn, F.linear), (12, 4), lambda w: w.chunk(3)),
+    "experts": (partial(to_experts, F.linear), (3, 4, 4), Tensor.unbind),
+}
+OF_STACKS: Dict[str, Callable] = {
+    "KFAC": lambda sharing: KFAC(fisher_type="empirical", weight_sharing=sharing),
+    "KFLR": lambda sharing: KFLR(weight_sharing=sharing),
+    "EKFAC": lambda sharing: EKFAC(fisher_type="exact", weight_sharing=sharing),
+}
+
+
+@pytest.mark.parametrize("sharing", ["expand", "reduce"])
+@pytest.mark.parametrize("quantity", OF_STACKS)
+@pytest.mark.parametrize("name", STACKS)
+def test_stacks(
+    name: str, quantity: str, sharing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights that are stacked have the factors of separate ones, as groups have."""
+    monkeypatch.setattr(Pieces, "individual", None)  # as large as the stack
+    function, shape, take = STACKS[name]
+    torch.manual_seed(0)
+    stack, x = torch.randn(shape, dtype=F64), torch.randn(N, 4, 4, dtype=F64)
+    apart = nn.ParameterList(w.clone() for w in take(stack))
+    apart[1].requires_grad_(name != "experts")
+    results = []
+    for ws in (nn.ParameterList([stack]), apart):
+
+        def forward(m: Module, x: Tensor) -> Tensor:
+            return function(take(*m.ws) if len(m.ws) == 1 else m.ws, x)
+
+        model = Lambda(forward, ws=ws)
+        model, loss = extend(nn.Sequential(model, nn.Flatten())), extend(nn.MSELoss())
+        extension, f = OF_STACKS[quantity](sharing), model(x)
+        with backpack(extension):
+            loss(f, real(f)).backward()
+        results.append([getattr(p, extension.savefield, None) for p in ws])
+    (values,), expected = results
+    for k, own in enumerate(expected):
+        found = as_matrix([x[k] for x in values])
+        wanted = torch.zeros_like(found) if own is None else as_matrix(own)
+        assert_agrees(found, wanted, f"weight {k}")
+
+
+def as_matrix(values: Sequence[Tensor]) -> Tensor:
+    """Multiply out Kronecker factors, or eigenvectors and eigenvalues."""
+    if len(values) == 2:
+        return kfacs_to_mat(values)
+    basis = kfacs_to_mat(values[:-1])
+    return basis @ values[-1].flatten().diag() @ basis.T
 
 
 def test_factors_of_an_exported_model() -> None:

@@ -35,6 +35,8 @@ class PerSample(ABC):
         sums_positions: Whether their cotangents are summed in any case.
         keeps_total: Whether :meth:`total` will be asked for, so that products that are
             formed shall be added up while they are at hand.
+        stack: Products for each of the matrices that the parameter is a stack of;
+            ``None`` if it is none.
     """
 
     shape: torch.Size
@@ -45,6 +47,7 @@ class PerSample(ABC):
     sums_positions = False
     shared: dict[Any, tuple[Tensor, Tensor]] | None = None
     keeps_total = False
+    stack: list[PerSample] | None = None
     _total: Tensor | None = None
 
     @abstractmethod

@@ -188,6 +188,9 @@ def factor_shapes(product: PerSample) -> list[list[int]]:
     Returns:
         Shapes in the order of the factors.
     """
+    if product.stack:
+        of_one, number = factor_shapes(product.stack[0]), len(product.stack)
+        return [[number, *shape] if number > 1 else shape for shape in of_one]
     if type(product) is Rows:
         rows, size = product.table
         return [[rows], [size, size]]
@@ -301,6 +304,9 @@ def squares_after(product: PerSample, matrices: Sequence[Tensor]) -> Tensor:
     """
     product = in_order(product)
     lead = matrices[-1].shape[:-2]
+    if product.stack and lead:
+        pairs = zip(product.stack, zip(*matrices))
+        return torch.stack([squares_after(x, own) for x, own in pairs])
     shape = (*lead, *(matrix.shape[-1] for matrix in matrices))
     if not isinstance(product, Outer) or product.positions == 1:
         return mapped(product, matrices).squares().reshape(shape)

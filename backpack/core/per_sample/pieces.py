@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import cached_property
 from math import nan
-from typing import Callable, NamedTuple, Sequence
+from typing import Any, Callable, NamedTuple, Sequence
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ from torch import Tensor
 from backpack.core.fast.memory import huge_empty, may_write
 from backpack.core.per_sample.base import Dense, PerSample
 from backpack.core.per_sample.maps import OfSome, Sum, merged
+from backpack.core.per_sample.outer import Outer
 
 
 class Place(NamedTuple):
@@ -37,6 +38,15 @@ class Place(NamedTuple):
             Whether they do.
         """
         return self != other and self.start < other.stop and other.start < self.stop
+
+
+def _matrix(product: PerSample) -> tuple[int, int, bool] | None:
+    """Tell of what size a matrix with Kronecker factors is, and whether transposed."""
+    if not isinstance(product, Outer) or product.groups > 1:
+        return None
+    if product.order and product.is_reordered:
+        return None
+    return product.b.shape[-1], product.inputs_size, product.is_transposed
 
 
 class Pieces(Dense):
@@ -78,6 +88,28 @@ class Pieces(Dense):
     def _pieces(self) -> dict[Place, PerSample]:
         """Products of each piece, in their order."""
         return {place: merged(self._parts[place]) for place in sorted(self._parts)}
+
+    @cached_property
+    def stack(self) -> list[PerSample] | None:  # type: ignore[override]
+        """Products for each matrix in a stack; zeros for those that nothing has taken.
+
+        These are entries along the first axis, or parts of equal length, all of them.
+        """
+        first, *others = self._pieces
+        size, pieces = first.stop - first.start, list(self._pieces.values())
+        alike = {(x.stop - x.start, x.start % size, x.alone) for x in self._pieces}
+        whole = first.alone or len(pieces) * size == self.shape[0]
+        kinds = {_matrix(x) for x in pieces}
+        if len(alike) > 1 or len(kinds) > 1 or None in kinds or not whole:
+            return None
+        some: Any = pieces[0]
+        nothing = some.like(lambda: torch.zeros_like(some.a), torch.zeros_like(some.b))
+        by_start = dict(zip([x.start for x in self._pieces], pieces))
+        return [by_start.get(i, nothing) for i in range(0, self.shape[0], size)]
+
+    @property
+    def is_transposed(self) -> bool:  # noqa: D102
+        return bool(self.stack) and self.stack[0].is_transposed
 
     @cached_property
     def products(self) -> Tensor:  # type: ignore[override]

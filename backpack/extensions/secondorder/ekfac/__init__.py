@@ -119,6 +119,8 @@ class EKFAC(KroneckerFactors):
 
     def again(self, product: PerSample, statistic: Any) -> EKFAC:  # noqa: D102
         key = "eigenvectors", self.weight_sharing
+        if product.stack:  # which has nothing in common with a bias
+            return self._within(self._bases(product, eigenvectors(statistic)))
         b = factors.arrange(product)
         # copied when they are saved: until then, there are columns at all layers
         output = product.share(key, b, lambda: eigenvectors(statistic), copies=False)

@@ -82,7 +82,8 @@ class HBP(WalkingExtension):
     zeros.
 
     With groups, the factors are stacked along a leading axis, ``[G, p, p]`` and
-    ``[G, d, d]``.
+    ``[G, d, d]``; so are those of several weights that are stacked in one parameter, of
+    which operations take entries along the first axis, or equal parts.
 
     Attributes:
         curv_type: Name of the curvature matrix.
@@ -230,14 +231,16 @@ class HBP(WalkingExtension):
         averages = ExpectationApproximation.should_average_param_jac(self.ea_strategy)
         if averages or BackpropStrategy.is_batch_average(self.backprop_strategy):
             raise NotImplementedError(message(AVERAGES, ext=self))
-        transposed, positions = piece.parts or (False, 1)
-        position, share = factors.input_position(value, transposed), piece.share
+        transposed, positions = piece.parts or (False, [1])
+        position, value = factors.input_position(value, transposed), [*value]
         if position is not None and self.weight_sharing is not None:
             # means over the positions of the longest sample, which another may have
-            power = 2 if self.weight_sharing == "reduce" else 1
-            share *= (positions / piece.largest(positions, value[0].device)) ** power
+            power, own = 2 if self.weight_sharing == "reduce" else 1, value[position]
+            parts = [n / piece.largest(n, own.device) for n in positions]
+            scales = own.new_tensor(parts).pow(power)
+            value[position] = own * scales.view(-1, *[1] * (own.dim() - 1))
         return [
-            piece.sum(factor, share if i == position else piece.weight)
+            piece.sum(factor, piece.share if i == position else piece.weight)
             for i, factor in enumerate(value)
         ]
 
@@ -295,7 +298,8 @@ class KroneckerFactors(ColumnExtension, HBP):
         factors.refuse_ambiguous(self, what, product, param)
         shard = shard_of(self)
         if shard is not None:
-            shard.parts[param] = product.is_transposed, product.positions
+            positions = [x.positions for x in product.stack or [product]]
+            shard.parts[param] = product.is_transposed, positions
 
     def statistic(self, product: PerSample) -> Any:  # noqa: D102
         return factors.output_factor(product, self.weight_sharing)

@@ -89,6 +89,8 @@ def refuse_ambiguous(
             warn_user(message(TRANSPOSED, ext=ext, field=field, what=what(), how=how))
     if ext.weight_sharing is not None:
         return
+    for matrix in product.stack or ():
+        refuse_ambiguous(ext, what, matrix, param)
     reason = f"{product.positions} positions share the weight"
     if product.groups > 1:
         reason = f"channels are divided into {product.groups} groups"
@@ -129,6 +131,9 @@ def output_factor(
     Returns:
         What the function returns.
     """
+    if product.stack:
+        of_each = (output_factor(x, weight_sharing, of_rows) for x in product.stack)
+        return torch.cat(list(of_each))
     b = arrange(product)
     sums = weight_sharing != "expand" and b.shape[3] > 1
 
@@ -201,22 +206,32 @@ def with_input_factor(
         The parameter's factors, see :class:`~backpack.extensions.secondorder.hbp.HBP`.
     """
     output = squeeze_group(output)
-    scale = product.batch_size
-    if weight_sharing == "expand":
-        scale = scale * product.positions
     if type(product) is Rows:
         diagonal = product.input_diagonal(average=weight_sharing == "reduce")
-        return [diagonal / scale, output]
-    if not isinstance(product, Outer):
+        return [diagonal / _count(product, weight_sharing), output]
+    if not (isinstance(product, Outer) or product.stack):
         return [output]
-    if average or weight_sharing == "reduce":
-        a = product.a.mean(0, keepdim=True) if average else product.a
-        a = a.mean(2, keepdim=True) if weight_sharing == "reduce" else a
-        factor = einsum(a, a, "n g t i, n g t j -> g i j") / len(a)
-    else:
-        factor = product.input_gram(reciprocal(scale))
-    factor = squeeze_group(factor)
+    matrices: list[Any] = product.stack or [product]
+    of_each = [_input_factor(x, weight_sharing, average) for x in matrices]
+    factor = squeeze_group(torch.cat(of_each))
     return [factor, output] if product.is_transposed else [output, factor]
+
+
+def _count(product: PerSample, weight_sharing: WeightSharing) -> int:
+    """Count what the factor of the input is a mean over."""
+    expands = weight_sharing == "expand"
+    return product.batch_size * (product.positions if expands else 1)
+
+
+def _input_factor(
+    product: Outer, weight_sharing: WeightSharing, average: bool
+) -> Tensor:
+    """Form the factors ``[G, d, d]`` of a layer's input."""
+    if not (average or weight_sharing == "reduce"):
+        return product.input_gram(reciprocal(_count(product, weight_sharing)))
+    a = product.a.mean(0, keepdim=True) if average else product.a
+    a = a.mean(2, keepdim=True) if weight_sharing == "reduce" else a
+    return einsum(a, a, "n g t i, n g t j -> g i j") / len(a)
 
 
 def input_position(factors: list[Tensor], transposed: bool) -> int | None:

@@ -40,6 +40,7 @@ from torch.utils.checkpoint import checkpoint
 
 from backpack import backpack, extend
 from backpack.core.per_sample.outer import Outer
+from backpack.engine.backward import expressions
 from backpack.extensions import BatchGrad, DiagGGNMC, SumGradSquared
 
 
@@ -960,6 +961,22 @@ PIECES = {
         *(4,),
         **LONG,
     ),
+    "of-the-same-rows": use(lambda m, x: in_turn(x, m.w.view(3, 4, 4)), 4, **LONG),
+    "of-a-view-with-fewer-rows": use(
+        lambda m, x: in_turn(x, m.w.view(4, 4, 4).unbind()), 4, w=(2, 2, 4, 4)
+    ),
+    "of-numbers-in-rows": use(
+        lambda m, x: x * m.w.view(3)[0] + m.w.view(3)[2], N, 4, w=(3, 1)
+    ),
+    "of-a-table": use(
+        lambda m, x: in_turn(x, m.w[torch.tensor([2, 0])].unbind()), 4, **STACK
+    ),
+    "of-a-masked-stack": use(
+        lambda m, x: in_turn(x, [w.T for w in m.w * torch.eye(4)]), 4, **STACK
+    ),
+    "of-a-masked-bias": use(
+        lambda m, x: (x + (0.5 * m.w)[1]).sin() * (0.5 * m.w)[:2].sum(0), N, 4, w=(3, 4)
+    ),
     "of-an-expression": use(
         lambda m, x: in_turn(x, (m.w * m.w.sigmoid()).unbind()), 4, **STACK
     ),
@@ -1037,12 +1054,27 @@ class Largest(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("quantity", ["BatchL2Grad", "SumGradSquared", "ClippedGrad"])
-@pytest.mark.parametrize("row", ["selected", "unbound", "chunked", "experts"])
+@pytest.mark.parametrize(
+    "row",
+    ["selected", "unbound", "chunked", "experts"]
+    + ["of-the-same-rows", "of-an-expression", "of-a-masked-stack"],
+)
 def test_pieces_by_themselves(row: str, quantity: str) -> None:
     """Of stacked weights, no products are formed as large as the stack."""
     with Largest() as largest:
         model = compute(PIECES[row]._replace(quantities=[quantity]), [quantity])
     assert largest.size < N * model.w.numel()
+
+
+def test_pieces_of_an_expression(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is done to a stack is differentiated once, for all that is taken of it."""
+    differentiate, seen = expressions.batched_vjp, []
+    monkeypatch.setattr(
+        expressions, "batched_vjp", lambda *a: seen.append(a) or differentiate(*a)
+    )
+    row = PIECES["of-an-expression"]._replace(quantities=["SumGradSquared"])
+    compute(row, ["SumGradSquared"])
+    assert len(seen) == 1
 
 
 FORMED = {

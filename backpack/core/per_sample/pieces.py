@@ -13,6 +13,7 @@ from backpack.core.fast.memory import huge_empty, may_write
 from backpack.core.per_sample.base import Dense, PerSample
 from backpack.core.per_sample.maps import OfSome, Sum, merged
 from backpack.core.per_sample.outer import Outer
+from backpack.core.per_sample.scaled import Scaled
 
 
 class Place(NamedTuple):
@@ -153,6 +154,32 @@ class Pieces(Dense):
             return torch.cat([*parts, gap], axis)
         out.narrow(axis, end, size - end).copy_(gap)
         return out
+
+    def reshaped(self, shape: torch.Size) -> Dense:  # noqa: D102
+        size, rest = self.shape[0], shape[1:]
+        if not shape or not size or shape[0] % size:
+            return super().reshaped(shape)
+        times = shape[0] // size
+        found: dict[Place, Any] = {}
+        for place, piece in self._pieces.items():
+            alone = place.alone and times == 1
+            start, stop = place.start * times, place.stop * times
+            lead = () if alone else (stop - start,)
+            viewed = piece.reshaped(torch.Size([*lead, *rest]))  # type: ignore
+            if viewed is None:
+                return super().reshaped(shape)
+            found[Place(start, stop, alone)] = [viewed]
+        return Pieces(shape, found)
+
+    def scaled(self, factors: Tensor) -> Pieces:  # noqa: D102
+        found: dict[Place, Any] = {}
+        for place, piece in self._pieces.items():
+            own = factors[place.start] if place.alone else factors[slice(*place[:2])]
+            if isinstance(piece, Dense):
+                found[place] = [piece.scaled(own)]
+            else:
+                found[place] = [Scaled(piece, own)]
+        return Pieces(self.shape, found)
 
     def joins(self, other: PerSample) -> bool:  # noqa: D102
         return isinstance(other, Pieces) and other.shape == self.shape

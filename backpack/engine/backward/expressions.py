@@ -57,7 +57,8 @@ def behind_views(
 ) -> tuple[Tensor | None, GradientEdge | None, PerSample]:
     """Go through views of a parameter, and what is done to each entry of it.
 
-    Both keep the products' form.
+    Both keep the products' form. What a piece was taken of is the end, for now: others
+    may have been taken of it.
 
     Args:
         edge: Where an expression sits in the graph.
@@ -93,6 +94,9 @@ def behind_views(
                 product = Scaled(product, slope)
         elif parent and (found := _undone(edge, shape, product, before)):
             product = found
+        elif parent and (found := _piece(edge, product, before)):
+            edge, product = parent, found
+            break
         else:
             break
         edge, shape = parent, before
@@ -106,7 +110,7 @@ def behind_views(
 def _undone(
     edge: GradientEdge, shape: torch.Size, product: Any, before: torch.Size
 ) -> PerSample | None:
-    """Describe products with what was repeated, permuted, or a part of which was taken.
+    """Describe products with what was repeated or permuted, or a table.
 
     Args:
         edge: Where the result sits in the graph.
@@ -125,7 +129,26 @@ def _undone(
         order = _order_of(node, len(shape))
         with suppress(ValueError):
             found = product.permuted([order.index(d) for d in range(len(order))])
-    return found or _piece(edge, product, before)
+    return found
+
+
+def taken_from(edge: GradientEdge) -> GradientEdge:
+    """Go from pieces to what they were taken of.
+
+    Args:
+        edge: Where a piece sits in the graph, or anything else.
+
+    Returns:
+        Where that does, of which they are pieces along the first axis.
+    """
+    while _takes(edge.node):
+        edge = GradientEdge(*edge.node.next_functions[0])
+    return edge
+
+
+def _takes(node: Any) -> bool:
+    name = type(node).__name__.removesuffix("Backward0")
+    return name in _TAKING and not node._saved_dim
 
 
 def _piece(edge: GradientEdge, product: PerSample, shape: torch.Size) -> Pieces | None:
@@ -141,7 +164,7 @@ def _piece(edge: GradientEdge, product: PerSample, shape: torch.Size) -> Pieces 
     """
     node, number, *_ = edge
     name, size = type(node).__name__.removesuffix("Backward0"), shape[:1].numel()
-    if name not in _TAKING or node._saved_dim:
+    if not _takes(node):
         return None
     if name == "Slice":
         start, _, step = _slice(node).indices(size)

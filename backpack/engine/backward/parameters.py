@@ -20,7 +20,7 @@ from torch.nn import Module
 from backpack.core.per_sample.base import Dense, PerSample
 from backpack.core.per_sample.maps import OfSome, alike, merged
 from backpack.core.per_sample.pieces import Pieces
-from backpack.engine.backward.expressions import behind_views, unseen
+from backpack.engine.backward.expressions import behind_views, taken_from, unseen
 from backpack.engine.nodes import graph
 from backpack.engine.nodes.saved import SAVED, fetch
 from backpack.engine.nodes.uses import Use
@@ -107,9 +107,9 @@ class Group:
         if self._waiting is None:
             self._waiting = {}
             for member in self.members:
-                self._waiting.setdefault(_source(member), []).append(member)
+                self._waiting.setdefault(_origin(member), []).append(member)
             self._missing = {x: len(every) for x, every in self._waiting.items()}
-        for source in [_source((u, i)) for u, i in self.members if u is use]:
+        for source in [_origin((u, i)) for u, i in self.members if u is use]:
             self._missing[source] -= 1
             if source is not None and not self._missing[source]:
                 members = self._waiting[source]
@@ -160,24 +160,34 @@ class Group:
                 _add(found, constant.leaf, part)
             else:
                 _add(computed, (constant.source, constant.shape), part)
-        for (source, shape), parts in computed.items():
-            product: Any
-            # joined, before anything is formed
-            for product in parts if len(parts) == 1 else alike(parts):
-                of_some = isinstance(product, OfSome)
-                inner = product.product if of_some else product
-                leaf, edge, inner = behind_views(source, shape, inner, self.params)
-                if of_some and isinstance(inner, Pieces):
-                    product = inner.among(product.samples, product.batch_size)
-                else:
-                    product = product._replace(product=inner) if of_some else inner
-                if leaf is not None:
-                    _add(found, leaf, product)
-                else:
-                    _add(expressions, edge, product)
+        while computed:
+            wholes: dict[tuple[GradientEdge, torch.Size], list[Part]] = {}
+            for (source, shape), parts in computed.items():
+                product: Any
+                # joined, before anything is formed
+                for product in parts if len(parts) == 1 else alike(parts):
+                    leaf, edge, product = self._behind(source, shape, product)
+                    if leaf is not None:
+                        _add(found, leaf, product)
+                    elif isinstance(product, Pieces) and edge != source:
+                        _add(wholes, (edge, product.shape), product)
+                    else:
+                        _add(expressions, edge, product)
+            computed = wholes
         if expressions:
             self._pull_back(expressions, found)
         return found
+
+    def _behind(
+        self, source: GradientEdge, shape: torch.Size, product: Any
+    ) -> tuple[Tensor | None, Any, Any]:
+        """Go behind views, see :func:`.behind_views`, with products of any samples."""
+        if not isinstance(product, OfSome):
+            return behind_views(source, shape, product, self.params)
+        leaf, edge, inner = behind_views(source, shape, product.product, self.params)
+        if isinstance(inner, Pieces):
+            return leaf, edge, inner.among(product.samples, product.batch_size)
+        return leaf, edge, product._replace(product=inner)
 
     def _pull_back(
         self,
@@ -293,6 +303,12 @@ def _source(member: Member) -> GradientEdge | None:
     """Return where an expression sits in the graph; ``None`` for a parameter."""
     use, index = member
     return use.constants[index].source
+
+
+def _origin(member: Member) -> GradientEdge | None:
+    """Return where that sits in the graph which an expression is a piece of."""
+    source = _source(member)
+    return None if source is None else taken_from(source)
 
 
 def _add(found: dict[Any, list[Part]], key: Any, product: PerSample) -> None:

@@ -364,6 +364,22 @@ def test_where_samples_are(name: str, whole: bool):
         step.traced(*exts)(*step.data)
 
 
+def scale_row(module: Module, x: Tensor) -> Tensor:
+    """Write to a part of the samples."""
+    rows = x * 1.0
+    rows[1:2].mul_(module.scale)
+    return rows
+
+
+def test_writing_to_some_samples():
+    """Which samples a view holds is looked at out of sight of what records."""
+    step, exts = Step(), [make("BatchGrad"), make("DiagGGNExact")]
+    own = extend(Own(scale_row))
+    own.scale = nn.Parameter(torch.rand(4, dtype=F64))
+    step.model.append(own)
+    compare(step, step.traced(*exts), exts)
+
+
 class Mixed(Module):
     """A model that takes features of other samples where an argument says."""
 

@@ -220,6 +220,7 @@ def numbers_of_rows(
     return numbers
 
 
+@out_of_sight
 def has_gaps(placement: Placement) -> bool:
     """Tell whether there are entries of nobody's.
 
@@ -229,9 +230,8 @@ def has_gaps(placement: Placement) -> bool:
     Returns:
         Whether some entries, or all, are no sample's.
     """
-    if isinstance(placement, Tensor):
-        return bool((placement < 0).any())
-    return placement is None
+    numbers = placement if isinstance(placement, Tensor) else None
+    return placement is None if numbers is None else bool((numbers < 0).any())
 
 
 def conflict(some: Tensor, others: Tensor) -> bool:

@@ -96,7 +96,7 @@ class Pieces(Dense):
 
         These are entries along the first axis, or parts of equal length, all of them.
         """
-        first, *others = self._pieces
+        first = next(iter(self._pieces))
         size, pieces = first.stop - first.start, list(self._pieces.values())
         alike = {(x.stop - x.start, x.start % size, x.alone) for x in self._pieces}
         whole = first.alone or len(pieces) * size == self.shape[0]

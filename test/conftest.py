@@ -60,11 +60,13 @@ HALF = "2.6", "there is no MSE of bfloat16 on the CPU"
 SHARDS = "2.6", "fully_shard works on a GPU only"
 WARNS = "2.6", "the compiler warns of what it leaves out, which is an error here"
 JAGGED = "2.9", "jagged tensors lack gradients and operations"
+QUERIES = "2.13", "the mask of an attention without queries has to fit"
 LOCKED = "2.13", "a pass in such a hook waits for the gradient that it is about"
 SINCE = {
     "test_parts_of_a_tensor": TRACING,
     "test_a_pass_in_a_hook_of_another[accumulated-False-True]": LOCKED,
     "test_a_pass_in_a_hook_of_another[accumulated-True-True]": LOCKED,
+    "test_what_was_wrong[mask-of-no-queries]": QUERIES,
     "test_same_model[inplace-keywords-eval]": TRACING,
     "test_same_model[inplace-keywords-train]": TRACING,
     "test_only_modules[inplace-keywords]": TRACING,

@@ -30,12 +30,10 @@ from per_sample import (
     tokens,
     use,
 )
-from test_uses import attend
+from test_uses import Elements, attend
 from torch import Tensor, fx, nn
 from torch.nn import Module
 from torch.nn.utils import parametrizations, parametrize, prune
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from backpack import backpack, extend
@@ -895,10 +893,10 @@ TIED = {
 }
 
 
-def in_turn(x: Tensor, weights: Sequence[Tensor]) -> Tensor:
+def in_turn(x: Tensor, weights: Sequence[Tensor], apply: Callable = F.linear) -> Tensor:
     """Apply weights one after another."""
     for w in weights:
-        x = F.linear(x, w).tanh()
+        x = apply(x, w).tanh()
     return x
 
 
@@ -1034,25 +1032,6 @@ def test_right(table: str, row: str) -> None:
     assert_right(TABLES[table][row])
 
 
-class Largest(TorchDispatchMode):
-    """Sees how large results are.
-
-    Attributes:
-        size: The number of elements of the largest one.
-    """
-
-    size = 0
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple = (), kwargs: Any = None
-    ) -> Any:
-        """Run an operation."""
-        out = func(*args, **(kwargs or {}))
-        sizes = [x.numel() for x in tree_leaves(out) if isinstance(x, Tensor)]
-        self.size = max(self.size, *sizes, 0)
-        return out
-
-
 @pytest.mark.parametrize("quantity", ["BatchL2Grad", "SumGradSquared", "ClippedGrad"])
 @pytest.mark.parametrize(
     "row",
@@ -1061,9 +1040,9 @@ class Largest(TorchDispatchMode):
 )
 def test_pieces_by_themselves(row: str, quantity: str) -> None:
     """Of stacked weights, no products are formed as large as the stack."""
-    with Largest() as largest:
+    with Elements() as elements:
         model = compute(PIECES[row]._replace(quantities=[quantity]), [quantity])
-    assert largest.size < N * model.w.numel()
+    assert elements.largest < N * model.w.numel()
 
 
 def test_pieces_of_an_expression(monkeypatch: pytest.MonkeyPatch) -> None:

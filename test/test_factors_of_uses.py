@@ -26,7 +26,7 @@ from per_sample import (
     reference,
     use,
 )
-from test_expressions import EXPRESSIONS, TIED
+from test_expressions import EXPRESSIONS, TIED, in_turn
 from test_uses import LINEAR
 from torch import Tensor, nn
 from torch.nn import Module
@@ -377,30 +377,23 @@ def test_factors_like_those_of_a_layer(name: str, factors: type, sharing: str) -
         assert_agrees(actual, expected, what)
 
 
-def in_turn(f: Callable, ws: Sequence[Tensor], x: Tensor) -> Tensor:
-    """Apply weights one after another."""
-    for w in ws:
-        x = f(x, w).tanh()
-    return x
-
-
-def to_experts(f: Callable, ws: Sequence[Tensor], x: Tensor) -> Tensor:
+def to_experts(x: Tensor, weights: Sequence[Tensor]) -> Tensor:
     """Send each position to one of three experts, and none to the one between."""
     out = torch.zeros_like(x)
     for k, rows in ((0, x[..., 0] > 0), (2, x[..., 0] <= 0)):
-        out = out.index_put((rows,), f(x[rows], ws[k]))
+        out = out.index_put((rows,), F.linear(x[rows], weights[k]))
     return out.tanh()
 
 
 STACKS = {  # how weights are applied, and of which whole they are taken, and how
-    "linear": (partial(in_turn, F.linear), (3, 4, 4), Tensor.unbind),
-    "matmul": (partial(in_turn, torch.matmul), (3, 4, 4), list),
+    "linear": (in_turn, (3, 4, 4), Tensor.unbind),
+    "matmul": (partial(in_turn, apply=torch.matmul), (3, 4, 4), list),
     "convolution": (
-        partial(in_turn, lambda x, w: F.conv1d(x, w, padding=1)),
+        partial(in_turn, apply=partial(F.conv1d, padding=1)),
         *((3, 4, 4, 3), lambda w: [w[0], w[1], w[2]]),
     ),
-    "packed": (partial(in_turn, F.linear), (12, 4), lambda w: w.chunk(3)),
-    "experts": (partial(to_experts, F.linear), (3, 4, 4), Tensor.unbind),
+    "packed": (in_turn, (12, 4), lambda w: w.chunk(3)),
+    "experts": (to_experts, (3, 4, 4), Tensor.unbind),
 }
 OF_STACKS: Dict[str, Callable] = {
     "KFAC": lambda sharing: KFAC(fisher_type="empirical", weight_sharing=sharing),
@@ -426,7 +419,7 @@ def test_stacks(
     for ws in (nn.ParameterList([stack]), apart):
 
         def forward(m: Module, x: Tensor) -> Tensor:
-            return function(take(*m.ws) if len(m.ws) == 1 else m.ws, x)
+            return function(x, take(*m.ws) if len(m.ws) == 1 else m.ws)
 
         model = Lambda(forward, ws=ws)
         model, loss = extend(nn.Sequential(model, nn.Flatten())), extend(nn.MSELoss())

@@ -2113,17 +2113,18 @@ def test_learned_factor_of_a_loss_between_inputs(name: str) -> None:
 
 
 class Elements(TorchDispatchMode):
-    """Counts the elements of what operations return."""
+    """Counts the elements of what operations return: of all, and of the largest."""
 
-    total = 0
+    total = largest = 0
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple = (), kwargs: Any = None
     ) -> Any:
         """Run an operation."""
         out = func(*args, **(kwargs or {}))
-        found = [x for x in tree_leaves(out) if isinstance(x, Tensor)]
-        self.total += sum(x.numel() for x in found)
+        sizes = [x.numel() for x in tree_leaves(out) if isinstance(x, Tensor)]
+        self.total += sum(sizes)
+        self.largest = max(self.largest, *sizes, 0)
         return out
 
 

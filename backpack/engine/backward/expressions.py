@@ -92,7 +92,7 @@ def behind_views(
                 product = product.scaled(slope)
             else:
                 product = Scaled(product, slope)
-        elif parent and (found := _undone(edge, shape, product, before)):
+        elif parent and (found := _undone(node, shape, product, before)):
             product = found
         elif parent and (found := _piece(edge, product, before)):
             edge, product = parent, found
@@ -108,28 +108,27 @@ def behind_views(
 
 
 def _undone(
-    edge: GradientEdge, shape: torch.Size, product: Any, before: torch.Size
+    node: Node, shape: torch.Size, product: Any, before: torch.Size
 ) -> PerSample | None:
     """Describe products with what was repeated or permuted, or a table.
 
     Args:
-        edge: Where the result sits in the graph.
-        shape: Its shape.
+        node: What may have done it.
+        shape: Shape of the result.
         product: Products with its Jacobian.
         before: Shape of what it was.
 
     Returns:
         Products with the Jacobian of that; ``None`` if nothing of it was done.
     """
-    node, found = edge.node, None
     if isinstance(product, Dense):
         found = _unrepeated(node, product, before)
-        found = found or _rows_of_table(node, product, before)
-    elif type(node).__name__ in _PERMUTES and product.shape == shape:
+        return found or _rows_of_table(node, product, before)
+    if type(node).__name__ in _PERMUTES and product.shape == shape:
         order = _order_of(node, len(shape))
         with suppress(ValueError):
-            found = product.permuted([order.index(d) for d in range(len(order))])
-    return found
+            return product.permuted([order.index(d) for d in range(len(order))])
+    return None
 
 
 def taken_from(edge: GradientEdge) -> GradientEdge:

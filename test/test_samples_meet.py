@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from cases import F64
 from oracle import assert_agrees
 from per_sample import (
+    FIRST_ORDER,
     LENGTHS,
     REFUSALS,
     Backward,
@@ -24,6 +25,7 @@ from per_sample import (
     assert_refused,
     assert_right,
     assert_right_or_refused,
+    classes,
     compute,
     param,
     randn,
@@ -1314,6 +1316,69 @@ def test_functions_whose_derivatives_are_zero(name: str, inside: str) -> None:
 def test_functions_that_seem_to_have_no_derivative(name: str) -> None:
     """What gets through unseen, or from nowhere, may belong to any sample."""
     assert_refused(gated(CLOSED[name], "none"), "BatchGrad")
+
+
+class Fused(torch.autograd.Function):
+    """A loss that computes its gradient in the forward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Callable, records: bool, x: Tensor) -> Tensor:
+        """Compute both; the value may be what autograd has recorded."""
+        with torch.enable_grad():
+            y = x.detach().requires_grad_()
+            value = loss(y)
+            ctx.save_for_backward(*torch.autograd.grad(value, y))
+        return value.detach() if records else loss(x)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        """Scale the gradient."""
+        return None, None, g * ctx.saved_tensors[0]
+
+
+def contrastive(f: Tensor) -> Tensor:
+    """Tell each sample from all others."""
+    f = F.normalize(f, dim=1)
+    return F.cross_entropy(f @ f.T, torch.arange(len(f)))
+
+
+FUSED: Dict[str, Callable[[Tensor], Tensor]] = {
+    "cross-entropy": lambda f: F.cross_entropy(f, classes(f)),
+    "half-of-squares": lambda f: 0.5 * f.square().sum() / 3,
+    "norms": lambda f: f.norm(dim=1).mean(),
+}
+FUSED_TOGETHER: Dict[str, Callable[[Tensor], Tensor]] = {
+    "contrastive": contrastive,
+    "classes-of-samples": lambda f: F.cross_entropy(f.T, classes(f.T)),
+    "distances": lambda f: torch.pdist(f).square().sum(),
+    "square-of-the-mean": lambda f: f.mean(0).square().sum(),
+    "norm": lambda f: f.norm(),
+}
+
+
+def fused(loss: Callable, records: bool) -> Row:
+    """Make a row with a model that returns such a loss."""
+    return Row(
+        lambda: Lambda(
+            lambda m, x: Fused.apply(loss, records, m.f(x)), f=nn.Linear(D, D)
+        ),
+        randn(D),
+        objective=lambda f, _: loss(f),
+        quantities=FIRST_ORDER,
+        predict=lambda m, X: m.f(*X),
+        value=lambda m, _, X: m(*X),
+        says="after `fused`",
+    )
+
+
+@pytest.mark.parametrize("records", [False, True])
+@pytest.mark.parametrize("name", [*FUSED, *FUSED_TOGETHER])
+def test_losses_that_differentiate_themselves(name: str, records: bool) -> None:
+    """They are sums over samples if that was seen inside."""
+    if name in FUSED:
+        assert_right(fused(FUSED[name], records))
+    else:
+        assert_refused(fused(FUSED_TOGETHER[name], records), "BatchGrad")
 
 
 def pooled(f: Tensor) -> Tensor:

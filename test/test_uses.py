@@ -2155,6 +2155,20 @@ LOOPS_OVER_SAMPLES = {
 }
 
 
+def assert_linear(forward: Callable, parts: Dict[str, Any]) -> None:
+    """Compare the costs of batches: no more than in proportion to their size."""
+
+    def cost(n: int) -> int:
+        model, loss, _ = use(forward, 4, **parts).build()
+        value = against_real(extend(model)(torch.randn(n, 4, dtype=F64)), loss)
+        with backpack(BatchGrad(), BatchL2Grad()), Elements() as mode:
+            value.backward()
+        return mode.total
+
+    cost(16)  # what is remembered
+    assert cost(128) < 12 * cost(16)
+
+
 @pytest.mark.parametrize("name", LOOPS_OVER_SAMPLES)
 def test_loops_over_samples(name: str) -> None:
     """A loop over samples is right, and costs in proportion to their number."""
@@ -2163,17 +2177,59 @@ def test_loops_over_samples(name: str) -> None:
     def loop(m: Module, x: Tensor) -> Tensor:
         return torch.cat([step(m, row) for row in x.split(1)])
 
-    def cost(n: int) -> int:
-        model, loss, _ = use(loop, 4, **parts).build()
-        value = against_real(extend(model)(torch.randn(n, 4, dtype=F64)), loss)
-        with backpack(BatchGrad(), BatchL2Grad()), Elements() as mode:
-            value.backward()
-        return mode.total
-
     assert_right(use(loop, 4, **parts))
     assert_right(use(lambda m, x: loop(m, x) + loop(m, x.cos()), 4, **parts))
-    cost(16)  # what is remembered
-    assert cost(128) < 12 * cost(16)
+    assert_linear(loop, parts)
+
+
+def turns(x: Tensor) -> Tensor:
+    """Let samples take two matrices in turn, whatever is in them."""
+    return torch.arange(len(x)) % 2
+
+
+# Data [N, 4], and a matrix for each sample that parameters alone determine
+MATRICES_OF_SAMPLES: Dict[str, Tuple[Callable[[Module, Tensor], Tensor], Any]] = {
+    "bmm": (lambda m, x: torch.bmm(x[:, None], m.w[turns(x)])[:, 0], (2, 4, 3)),
+    "from-the-left": (lambda m, x: (m.w[turns(x)] @ x[..., None])[..., 0], (2, 3, 4)),
+    "einsum": (lambda m, x: torch.einsum("ni,nij->nj", x, m.w[turns(x)]), (2, 4, 3)),
+    "einsum-groups": (
+        lambda m, x: torch.einsum(
+            "gni,ngji->gnj", x.view(-1, 2, 2).transpose(0, 1), m.w[turns(x)]
+        )
+        .transpose(0, 1)
+        .flatten(1),
+        (2, 2, 3, 2),
+    ),
+    "positions": (
+        lambda m, x: torch.bmm(x.view(-1, 2, 2), m.w.sin()[turns(x)]).flatten(1),
+        (2, 2, 3),
+    ),
+    "shifted": (
+        lambda m, x: torch.baddbmm(
+            m.b[turns(x)][:, None], x[:, None], m.w.index_select(0, turns(x))
+        )[:, 0],
+        (2, 4, 3),
+    ),
+    "embedded": (
+        lambda m, x: torch.bmm(
+            x[:, None], F.embedding(turns(x), m.w).unflatten(1, (4, 3))
+        )[:, 0],
+        (2, 12),
+    ),
+    "repeated": (
+        lambda m, x: torch.bmm(x[:, None], m.w.repeat(len(x) // 2, 1, 1))[:, 0],
+        (2, 4, 3),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MATRICES_OF_SAMPLES)
+def test_matrices_of_samples(name: str) -> None:
+    """Each sample meets its own, and no product is formed of one and another."""
+    forward, shape = MATRICES_OF_SAMPLES[name]
+    parts = {"w": shape, "b": (2, 3)} if name == "shifted" else {"w": shape}
+    assert_right(use(forward, 4, **parts)._replace(alone=False))
+    assert_linear(forward, parts)
 
 
 # What is written to rows [R, 4] of some samples, by a parameter [2]

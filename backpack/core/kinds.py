@@ -11,6 +11,7 @@ from math import prod
 from typing import Any, Sequence, Union
 
 import torch
+from einops import einsum
 from torch import Tensor
 
 from backpack.core.derivatives.convnd import ConvNDDerivatives
@@ -267,7 +268,8 @@ class Contraction(Operation):
     def is_possible(self, of: Where) -> bool:  # noqa: D102
         placement = of(self.data)
         if isinstance(placement, Layout):
-            return placement.axis in [self._sources[i] for i in self.rows]
+            kept = (*self.rows, *self._groups)
+            return placement.axis in [self._sources[i] for i in kept]
         return isinstance(placement, Tensor)
 
     def rows_of(self, numbers: Tensor) -> Tensor | None:
@@ -298,6 +300,11 @@ class Contraction(Operation):
     def product(
         self, key: Key, shape: torch.Size, cotangents: Tensor, out: Placement, n: int
     ) -> PerSample | None:  # noqa: D102
+        if n > 1 and isinstance(out, Layout) and out.axis in self._groups:
+            if key != self.key:
+                return Broadcast(key, None).product(key, shape, cotangents, out, n)
+            if cotangents.numel() and self.data.numel():
+                return self._of_matrices(shape, cotangents, out, n)
         kept, self._kept = self._kept, None
         if kept is None or kept[0] is not cotangents:
             kept = cotangents, self._arrange(cotangents, out, n)
@@ -312,9 +319,7 @@ class Contraction(Operation):
             if len(shape) > 1:
                 return Dense(b.sum(2).reshape(*b.shape[:2], *shape), shape)
             return Summed(b.flatten(3), shape)
-        sources = [self._sources[i] for i in (*self.rows, *self._groups)]
-        x = as_type(dense(self.data), b.dtype).conj()
-        x = _in_order(x, sources)
+        x = self._inputs_like(b)
         a = arrangement.rows(x if self.rows else x.unsqueeze(0))
         features = prod(self.data.shape[axis] for axis in self._inputs)
         a = a.reshape(*a.shape[:2], b.shape[3], features).transpose(1, 2)
@@ -325,6 +330,27 @@ class Contraction(Operation):
         outer = Outer(lambda: a, b, shape, order)
         # reductions of factors are those of real numbers
         return Dense(outer.individual(), shape) if b.is_complex() else outer
+
+    def _inputs_like(self, b: Tensor) -> Tensor:
+        """Order the other operand's axes: ``[*rows, *groups, *inputs]``."""
+        sources = [self._sources[i] for i in (*self.rows, *self._groups)]
+        return _in_order(as_type(dense(self.data), b.dtype).conj(), sources)
+
+    def _of_matrices(
+        self, shape: torch.Size, cotangents: Tensor, out: Layout, n: int
+    ) -> Apart:
+        """Describe products with matrices, each of which is one sample's."""
+        axes, count = self._weight_axes, len(self._groups)
+        sizes = [shape[axis] for axis in axes]
+        groups, features = prod(sizes[:count]), prod(sizes[count:][: len(self.outputs)])
+        rows = prod(cotangents.shape[1 + axis] for axis in self.rows)
+        front = [0, *[axis + 1 for axis in (*self.rows, *self._groups)]]
+        b = _in_order(cotangents, front).reshape(-1, rows, groups, features)
+        x = self._inputs_like(b).reshape(rows, groups, -1)
+        own = einsum(b, x, "v r g o, r g i -> v g o i").reshape(len(b), *sizes)
+        own = own.permute(0, *[1 + axes.index(i) for i in range(len(axes))])
+        where = Layout(axes[self._groups.index(out.axis)], out.inner)
+        return Apart(own, where, n)
 
     def _arrange(
         self, cotangents: Tensor, out: Placement, n: int

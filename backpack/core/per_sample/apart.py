@@ -74,13 +74,14 @@ class Apart(Dense):
     def rows(
         self, numbers: Tensor
     ) -> tuple[Tensor, Tensor, Tensor] | None:  # noqa: D102
-        lead = self.shape[:-1]
-        if not lead:
+        size = self.shape.numel() // len(numbers)
+        viewed = self.reshaped(torch.Size([len(numbers), size]))
+        if not isinstance(viewed, Apart):
             return None
         try:
-            arrangement = Arrangement(self.where, lead, self.batch_size)
+            arrangement = Arrangement(viewed.where, viewed.shape[:1], self.batch_size)
         except ValueError:  # samples lie within rows
             return None
-        filled = arrangement.rows(self.own.new_ones(()).expand(lead))
-        ids = arrangement.rows(numbers.view(lead))
-        return ids, arrangement.rows(self.own, 1), filled
+        filled = arrangement.rows(self.own.new_ones(()).expand(len(numbers)))
+        ids = arrangement.rows(numbers)
+        return ids, arrangement.rows(viewed.own, 1), filled

@@ -18,7 +18,7 @@ from torch.nn import Parameter
 
 from backpack.core.layout import Mixed, reshaped, sample_numbers, spans
 from backpack.engine.backward.inspection import Inspection
-from backpack.engine.backward.terms import is_sum, is_term, tail_terms
+from backpack.engine.backward.terms import adds_up, is_sum, is_term, tail_terms
 from backpack.engine.nodes import graph
 from backpack.engine.nodes.constants import edge_of
 from backpack.engine.nodes.met import refuse
@@ -523,6 +523,12 @@ def _met_in_tails(inspection: Inspection) -> list[Mixed]:
         if picks or not (is_sum(node) or graph.is_scalar(node)):
             placements.append(None if known is None else known.placement)
         elif _brings_together(node, behind):
+            if (
+                known is not None
+                and is_function(node)
+                and adds_up(node, known.placement)
+            ):
+                continue  # as was seen inside
             # nobody knows the parts of a function of one's own
             placements.append(Mixed(graph.name_of(node), not is_function(node)))
     return [p for p in placements if isinstance(p, Mixed)]

@@ -251,7 +251,7 @@ def _unrepeated(node: Node, product: Dense, shape: torch.Size) -> PerSample | No
 
 
 def _rows_of_table(node: Node, product: Dense, shape: torch.Size) -> Rows | None:
-    """Describe products with rows of a matrix, like a table of positions.
+    """Describe products with rows of a table, like positions or stacked weights.
 
     Args:
         node: What may have picked rows, the same ones for all samples.
@@ -262,7 +262,11 @@ def _rows_of_table(node: Node, product: Dense, shape: torch.Size) -> Rows | None
         Products with the table's Jacobian, ``None`` if that was something else.
     """
     pick = _PICKS.get(type(node).__name__)
-    if pick is None or len(shape) != 2:
+    if (
+        pick is None
+        or not shape.numel()
+        or product.shape[1 - len(shape) :] != shape[1:]
+    ):
         return None
     saved = node.metadata.get(SAVED, ())
     if HIDDEN in saved:
@@ -270,12 +274,13 @@ def _rows_of_table(node: Node, product: Dense, shape: torch.Size) -> Rows | None
     fetch(saved)
     with state().pull():  # the pass needs what was asked for as well
         picked = pick(node)
-    if picked is None or product.shape[-1:] != shape[1:]:
-        return None
+    if picked is None or isinstance(picked, slice) and len(shape) > 2:
+        return None  # a piece of stacked weights
     if isinstance(picked, Tensor) and picked.dtype == torch.bool and picked.dim() > 1:
         return None  # of entries
     ids = torch.arange(shape[0], device=product.device)[picked].flatten()
-    if ids.numel() * shape[1] != product.shape.numel() or not ids.numel():
+    size = shape[1:].numel()
+    if ids.numel() * size != product.shape.numel() or not ids.numel():
         return None
     found = product.rows(ids)
     if found is None:
@@ -298,6 +303,14 @@ def _slice(node: Node) -> slice | None:
     return None if node._saved_dim else slice(*map(_signed, ends))
 
 
+def _repeated(node: Node) -> Tensor | None:
+    times, *others = node._saved_repeats
+    size, *rest = node._saved_self_sym_sizes
+    if len(others) != len(rest) or any(number != 1 for number in others):
+        return None
+    return torch.arange(size).repeat(times)
+
+
 def _index(node: Node) -> Tensor | None:
     index, *others = node._saved_indices
     return None if others else index
@@ -311,6 +324,7 @@ _PICKS: dict[str, Callable[[Node], Any]] = {
     "EmbeddingBackward0": _ids,
     "IndexBackward0": _index,
     "IndexSelectBackward0": lambda n: None if n._saved_dim else n._saved_index,
+    "RepeatBackward0": _repeated,
     "SliceBackward0": _slice,
 }
 

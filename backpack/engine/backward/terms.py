@@ -19,6 +19,7 @@ from backpack.engine.nodes.graph import (
     shape_at,
     walk,
 )
+from backpack.engine.nodes.vjp import is_function
 from backpack.engine.samples.gaps import explain_place
 
 # Nodes through which a sum of terms can be followed
@@ -74,8 +75,17 @@ def tail_terms(roots: Sequence[GradientEdge]) -> list[Node]:
     return [
         term
         for term, known in met
-        if not entries_of(term) or known and operation_name(known) in _COMPARING
+        if not entries_of(term)
+        or is_function(term)
+        and not _is_loss(term)
+        or known
+        and operation_name(known) in _COMPARING
     ]
+
+
+def _is_loss(node: Node) -> bool:
+    """Tell whether an extended loss has computed what a node has."""
+    return any(entry.owner.is_loss for entry in entries_of(node))
 
 
 def operation_name(met: Mixed) -> str:
@@ -120,7 +130,7 @@ def additive_terms(
         edges = [edge for edge in edges if edge[0] is not None]
         behind = [parent for parent, _ in edges]
         single = name in _SCALING and len(behind) == 1
-        is_loss = not through_losses and any(e.owner.is_loss for e in entries_of(node))
+        is_loss = not through_losses and _is_loss(node)
         if len(behind) == 1 and name in _OF_ONE_NUMBER:
             single = torch.Size(node._input_metadata[0].shape).numel() == 1
         if through_losses and of_numbers and behind:

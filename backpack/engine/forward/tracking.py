@@ -233,8 +233,11 @@ class Tracker(LowMode):
 
     def _is_known(self, x: Tensor, placement: Placement) -> bool:
         """Tell whether what was seen inside of a function holds for its result."""
-        if self._finder.is_unsure:
-            delattr(x, MARK)  # inside, nothing had a gradient
+        unsure = self._finder.is_unsure
+        if isinstance(placement, Mixed) and MEETING not in x.grad_fn.metadata:
+            unsure = unsure or not self._summands.has_parts(x)
+        if unsure:
+            vars(x).pop(MARK, None)  # inside, nothing had a gradient
             return False
         known = Known(placement, self.n)
         x.grad_fn.metadata.setdefault(KNOWN, {})[x.output_nr] = known

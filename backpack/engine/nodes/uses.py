@@ -20,12 +20,13 @@ from torch.autograd.graph import GradientEdge, Node
 from backpack.core.kinds import Broadcast
 from backpack.core.layout import Layout, Mixed, Placement, one_sample_each, some_samples
 from backpack.core.operations import Operation
+from backpack.core.per_sample.apart import Apart
 from backpack.core.per_sample.base import Dense, PerSample
 from backpack.core.per_sample.maps import OfSome
 from backpack.core.per_sample.sums import chunks
 from backpack.engine.nodes import vjp
 from backpack.engine.nodes.constants import Constant
-from backpack.engine.nodes.functions import MATCHING
+from backpack.engine.nodes.functions import ATTENTION
 from backpack.engine.nodes.met import refuse
 from backpack.engine.nodes.saved import Saved, fetch
 from backpack.utils.compiling import uncompiled
@@ -359,8 +360,7 @@ class Use:
         for constant, x in zip(self.constants, pulled):
             product: PerSample | None = None
             if x is not None and not by_entries:
-                each = one_sample_each(out, x.squeeze(1), n, slice(0, n))
-                product = Dense(each, constant.shape)
+                product = Apart(x.squeeze(1), out, n)
             elif x is not None:
                 x, where = x.squeeze(1), out
                 if constant.within is not None:
@@ -378,7 +378,7 @@ class Use:
     def _meets_matrices(self) -> bool:
         """Tell whether each matrix of a batch meets its counterpart in constants."""
         where, shape = self.placements[0], self.output_shapes[0]
-        if self.name not in MATCHING or not isinstance(where, Layout):
+        if self.name != ATTENTION or not isinstance(where, Layout):
             return False
         own, axis = [constant.shape for constant in self.constants], where.axis
         same = all(len(x) == len(shape) and x[axis] == shape[axis] for x in own)

@@ -208,8 +208,7 @@ class Finder:
         n: Number N of samples.
         key: Stands for the forward pass, in tensors' marks.
         dropped: Where samples have met in something without a gradient.
-        is_unsure: Whether they did so inside of a function of one's own, or numbers
-            were read there. What it has computed may have one after all.
+        is_unsure: Whether numbers were read inside of a function of one's own.
     """
 
     # placements of the results, and their shapes
@@ -486,7 +485,8 @@ class Finder:
         if True not in mixed or self._keeps_met:
             return found
         self.dropped = self.dropped or found[mixed.index(True)]
-        self.is_unsure = self.is_unsure or in_function()
+        if in_function():
+            return found  # what comes out may have one
         return [None if lost else p for p, lost in zip(found, mixed)]
 
     def _remember(

@@ -29,7 +29,7 @@ _SUMS = frozenset("add sub __add__ __radd__ __sub__ __rsub__".split())
 # These are linear in all tensors together
 _LINEAR = _SUMS | frozenset(
     "neg __neg__ sum mean __getitem__ stack cat concat concatenate hstack vstack "
-    "squeeze unsqueeze view reshape flatten".split()
+    "squeeze unsqueeze view reshape flatten detach clone to float double".split()
 )
 # Products of two vectors, if these have no other axis
 _DOTS = frozenset("dot inner matmul __matmul__".split())
@@ -71,6 +71,18 @@ class Summands:
         """
         done, versions, *_ = self._known.get(id(x), (None, []))
         return done is not None and versions == _versions(done)
+
+    def has_parts(self, x: Tensor) -> bool:
+        """Tell whether a tensor is a sum of parts that samples have, by forming these.
+
+        Args:
+            x: The tensor.
+
+        Returns:
+            Whether it is known to be.
+        """
+        with torch.no_grad():
+            return self._of(x) is not None
 
     def note(self, done: Performed, key: tuple) -> None:
         """Remember an operation after which samples have met.

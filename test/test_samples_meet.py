@@ -6,7 +6,7 @@ that get a sequence in place of a batch, and layers that contradict each other.
 
 from contextlib import suppress
 from functools import partial
-from typing import Any, Callable, Dict, Optional, Tuple
+from typing import Any, Callable, Dict, Optional, Tuple, Type
 
 import pytest
 import torch
@@ -110,7 +110,7 @@ COUPLINGS: Dict[str, Tuple[Callable, str]] = {  # of x [N, D], and what is named
     **{
         f"backward-{name}": (
             lambda m, x, rule=rule: Backward.apply(rule, m.p, x).sin(),
-            "the backward pass of `backward`",
+            "the backward pass of `Backward`",
         )
         for name, rule in RULES.items()
     },
@@ -1300,7 +1300,7 @@ def gated(rule: Callable, inside: str) -> Row:
         return (x,)
 
     return Row(
-        make, inputs, says=r"`gate` \(a function|in `gate`|backward pass of `gate`"
+        make, inputs, says=r"`Gate` \(a function|in `Gate`|backward pass of `Gate`"
     )
 
 
@@ -1336,10 +1336,8 @@ class Fused(torch.autograd.Function):
         return None, None, g * ctx.saved_tensors[0]
 
 
-def contrastive(f: Tensor) -> Tensor:
-    """Tell each sample from all others."""
-    f = F.normalize(f, dim=1)
-    return F.cross_entropy(f @ f.T, torch.arange(len(f)))
+class Mean(Fused):
+    """The same, called like an operation that adds up."""
 
 
 FUSED: Dict[str, Callable[[Tensor], Tensor]] = {
@@ -1348,7 +1346,7 @@ FUSED: Dict[str, Callable[[Tensor], Tensor]] = {
     "norms": lambda f: f.norm(dim=1).mean(),
 }
 FUSED_TOGETHER: Dict[str, Callable[[Tensor], Tensor]] = {
-    "contrastive": contrastive,
+    "contrastive": lambda f: contrastive(f, F.cross_entropy),
     "classes-of-samples": lambda f: F.cross_entropy(f.T, classes(f.T)),
     "distances": lambda f: torch.pdist(f).square().sum(),
     "square-of-the-mean": lambda f: f.mean(0).square().sum(),
@@ -1356,29 +1354,33 @@ FUSED_TOGETHER: Dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def fused(loss: Callable, records: bool) -> Row:
+def fused(function: Type[Fused], loss: Callable, records: bool) -> Row:
     """Make a row with a model that returns such a loss."""
     return Row(
         lambda: Lambda(
-            lambda m, x: Fused.apply(loss, records, m.f(x)), f=nn.Linear(D, D)
+            lambda m, x: function.apply(loss, records, m.f(x)), f=nn.Linear(D, D)
         ),
         randn(D),
         objective=lambda f, _: loss(f),
         quantities=FIRST_ORDER,
         predict=lambda m, X: m.f(*X),
         value=lambda m, _, X: m(*X),
-        says="after `fused`",
+        says=f"after `{function.__name__}`",
     )
 
 
+@pytest.mark.parametrize("function", [Fused, Mean])
 @pytest.mark.parametrize("records", [False, True])
 @pytest.mark.parametrize("name", [*FUSED, *FUSED_TOGETHER])
-def test_losses_that_differentiate_themselves(name: str, records: bool) -> None:
+def test_losses_that_differentiate_themselves(
+    name: str, records: bool, function: Type[Fused]
+) -> None:
     """They are sums over samples if that was seen inside."""
     if name in FUSED:
-        assert_right(fused(FUSED[name], records))
+        assert_right(fused(function, FUSED[name], records))
     else:
-        assert_refused(fused(FUSED_TOGETHER[name], records), "BatchGrad")
+        row = fused(function, FUSED_TOGETHER[name], records)
+        assert_refused(row, "BatchGrad")
 
 
 def pooled(f: Tensor) -> Tensor:
@@ -1433,7 +1435,7 @@ COUPLED_NUMBERS: Dict[str, Tuple[Callable[[Tensor], Tensor], str]] = {
     "renormalized": (lambda f: f.renorm(2, 1, 0.1), "met in `renorm`"),
     "cumulated": (lambda f: f.logcumsumexp(0), "met in `logcumsumexp`"),
     "in-one-row": (in_one_row, "met in `add`"),
-    "function": (Cosine.apply, r"`cosine` \(its derivatives are not finite\)"),
+    "function": (Cosine.apply, r"`Cosine` \(its derivatives are not finite\)"),
 }
 BAD = {
     "nan": lambda x: x.index_fill(0, torch.tensor(2), torch.nan),

@@ -641,7 +641,7 @@ def repeated(part: Callable[[Module], Callable[[Tensor], Tensor]], **parts: Any)
         ),
         randn(D),
         quantities=["BatchGrad", "BatchL2Grad", "DiagGGNExact"],
-        says="repeated` runs a backward pass of its own inside .*(weight|bias|p)'",
+        says="Repeated` runs a backward pass of its own inside .*(weight|bias|p)'",
     )
 
 
@@ -734,10 +734,10 @@ def scales(g: Tensor, x: Tensor) -> Tensor:
 
 
 MORE: Dict[str, Tuple[Callable, str]] = {
-    "adds": (adds, "`does_more` writes to a tensor that was there before.*add_"),
-    "adds-to-a-view": (adds_to_a_view, "`does_more` writes to a tensor"),
-    "adds-to-what-is-saved": (adds_to_what_is_saved, "`does_more` writes to.*mul_"),
-    "draws": (draws, "`does_more` draws random numbers"),
+    "adds": (adds, "`DoesMore` writes to a tensor that was there before.*add_"),
+    "adds-to-a-view": (adds_to_a_view, "`DoesMore` writes to a tensor"),
+    "adds-to-what-is-saved": (adds_to_what_is_saved, "`DoesMore` writes to.*mul_"),
+    "draws": (draws, "`DoesMore` draws random numbers"),
 }
 
 
@@ -772,7 +772,7 @@ NEEDED_AGAIN = [
 def test_backward_that_does_more(own: Any, name: str, on: str, quantity: str) -> None:
     """A `backward` that does more, and is needed again, is refused before that."""
     more, says = MORE[name]
-    says = says.replace("does_more", "does_more" if own is DoesMore else "boxed")
+    says = says.replace("DoesMore", own.__name__)
     KEPT.zero_()
     assert_refused(Row(lambda: with_more(more, on, own), randn(D), says=says), quantity)
     assert not KEPT.any()
@@ -844,7 +844,7 @@ def test_backward_between_modules(own: Any, more: Callable, exts: List[type]) ->
     f, g = extend(f), extend(g)
     with backpack(*(ext() for ext in exts)):
         if exts and (more is adds or own is Clears):
-            says = "writes to a tensor|not known where.* after `clears`"
+            says = "writes to a tensor|not known where.* after `Clears`"
             with pytest.raises(NotImplementedError, match=says):
                 step()
             return

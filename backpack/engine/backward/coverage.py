@@ -23,7 +23,7 @@ from backpack.engine.nodes import graph
 from backpack.engine.nodes.constants import edge_of
 from backpack.engine.nodes.met import refuse
 from backpack.engine.nodes.uses import Use, is_noted
-from backpack.engine.nodes.vjp import is_function
+from backpack.engine.nodes.vjp import is_function, kind_of
 from backpack.engine.samples.gaps import (
     CONSTANT,
     IN_PLACE,
@@ -538,7 +538,7 @@ def _brings_together(node: Node, behind: Sequence[Known]) -> bool:
     """Tell whether samples meet in the operation with which a term of a loss ends."""
     if not is_sum(node):
         return True
-    name = type(node).__name__.split("Backward")[0]
+    name = kind_of(node)
     if name not in ("MultiMarginLoss", "MultilabelMarginLoss", "CtcLoss"):
         return differ(behind)
     parent, number = node.next_functions[0]

@@ -37,6 +37,7 @@ from backpack.engine.nodes.user_hooks import (
     is_second_order,
 )
 from backpack.engine.nodes.uses import ENTRIES, Use, is_noted
+from backpack.engine.nodes.vjp import is_users
 from backpack.engine.samples.gaps import explain_place
 from backpack.utils.module_classification import is_loss
 
@@ -494,7 +495,7 @@ class Inspection:
         found = None
         for node in self.nodes if any("BatchNorm" in x for x in self.names) else ():
             name = type(node).__name__
-            if "BatchNorm" not in name:
+            if "BatchNorm" not in name or is_users(node):
                 continue
             shape = node._input_metadata[0].shape
             kept = "train" if "BackwardBackward" in name else "training"

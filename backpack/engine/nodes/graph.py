@@ -466,11 +466,13 @@ def name_of(node: Node) -> str:
         node: The node.
 
     Returns:
-        Its name as in PyTorch's functions.
+        Its name as in PyTorch's functions, or the class of a function of one's own.
     """
     name = type(node).__name__.rsplit("Backward", 1)[0]
     if name.startswith(OF_OPERATION):
         name = name[len(OF_OPERATION) :].rsplit("_", 1)[0]  # less its overload
+    elif is_function(node):
+        return f"`{name}`"
     words = "".join(f"_{c.lower()}" if c.isupper() else c for c in name)
     return f"`{words.lstrip('_')}`"
 

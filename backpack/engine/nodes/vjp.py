@@ -147,6 +147,19 @@ def is_users(node: Node) -> bool:
     return named or not own.__module__.startswith(_TRUSTED)
 
 
+def kind_of(node: Node) -> str:
+    """Tell which operation of PyTorch, or of ours, a node is of.
+
+    Args:
+        node: The node.
+
+    Returns:
+        What its class is called, less ``"Backward0"``; empty for a function of a user,
+        which may be called like one of these.
+    """
+    return "" if is_users(node) else type(node).__name__.split("Backward")[0]
+
+
 def is_compiled(node: Node) -> bool:
     """Tell whether a node is that of a piece that was compiled, functions and all.
 

@@ -15,7 +15,7 @@ from torch.autograd.graph import GradientEdge, Node
 
 from backpack.core.layout import Mixed, has_bit
 from backpack.engine.nodes.graph import has_use
-from backpack.engine.nodes.vjp import is_function, pull
+from backpack.engine.nodes.vjp import is_function, kind_of, pull
 from backpack.engine.samples.gaps import differ, explain_parents, sources_of
 from backpack.engine.samples.probes import Source, zeros_at
 from backpack.utils.state import state
@@ -57,7 +57,7 @@ def _may_take(node: Node) -> bool:
     Else, samples that meet in a function made of lines would have no second derivative
     for some numbers. Functions of one's own need not have a true one.
     """
-    if type(node).__name__.split("Backward")[0] in _LINEAR:
+    if kind_of(node) in _LINEAR:
         return True
     if is_function(node):
         return False

@@ -190,6 +190,12 @@ OTHERS: Dict[str, Row] = {
         }.items()
     },
     "tangent": of_network(lambda m, x: sum(jvp(m.f, (x,), (x.cos(),)))),
+    "gradient-at-a-tangent": of_network(
+        lambda m, x: grad(lambda z: m.f(z).sum())(jvp(m.f, (x,), (x.cos(),))[1]), D
+    ),
+    "gradient-at-what-is-pulled-back": of_network(
+        lambda m, x: grad(lambda z: m.f(z).sum())(vjp(m.f, x)[1](x.cos())[0]), D
+    ),
     "divergence": of_network(
         lambda m, x: vmap(lambda z: jacrev(lambda y: m.f(y) * y)(z).trace())(x)[:, None]
     ),

@@ -105,8 +105,12 @@ def watch_inside(watch: Callable[[Request], Any], request: Request) -> Any:
         wrapped[id(out)] = x, out
         return out
 
+    # this does not outlast what is asked of the graph meanwhile
+    allowed = functorch.get_inplace_requires_grad_allowed()
+
     def run(*args: Any, **kwargs: Any) -> Any:
         given = list(flat)
+        functorch.set_inplace_requires_grad_allowed(allowed)
         with pyfunctorch.temporarily_restore_interpreter_stack(stack):
             for place, x in zip(places, pytree.tree_leaves((args, kwargs))):
                 if place is None:
@@ -121,6 +125,7 @@ def watch_inside(watch: Callable[[Request], Any], request: Request) -> Any:
     same, places = _behind(same, flat[skip:], layers[skip:])
     with _outside() as stack:
         out = watch(same)
+    functorch.set_inplace_requires_grad_allowed(allowed)
     return pytree.tree_map_only(Tensor, lambda x: wrapped[id(x)][0], out)
 
 

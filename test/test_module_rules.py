@@ -1855,6 +1855,32 @@ def test_converted_and_refused(ext: Callable):
     assert "use_converter" not in str(error.value)
 
 
+class TokenLoss(nn.Module):
+    """A loss of tokens, which arranges predictions."""
+
+    def forward(self, f: Tensor, y: Tensor) -> Tensor:
+        """Compare all positions with classes."""
+        return F.cross_entropy(f.flatten(0, 1), y.flatten())
+
+
+@EACH
+@pytest.mark.parametrize("convert", [False, True])
+def test_operation_before_the_loss(convert: bool, ext: Callable):
+    """What is done between model and loss has to be in one of them, and can be."""
+    X, y = torch.randn(4, 1, 3, dtype=F64), torch.randint(3, (4, 1))
+    layers = Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3)).to(F64)
+    model = extend(layers, use_converter=convert)
+    loss = extend(nn.CrossEntropyLoss())
+    value = loss(model(X).flatten(0, 1), y.flatten())
+    with pytest.raises(NotImplementedError, match="a loss module of your own") as error:
+        with backpack(ext()):
+            value.backward()
+    assert "The model is converted" not in str(error.value)
+    with backpack(ext()):
+        extend(TokenLoss())(extend(layers)(X), y).backward()
+    assert all(hasattr(p, ext().savefield) for p in layers.parameters())
+
+
 @EACH
 def test_converter_is_the_way_out(ext: Callable):
     """The same functional model works after conversion."""

@@ -34,6 +34,7 @@ import oracle
 import pytest
 import torch
 import torch.nn.functional as F
+from per_sample import Lambda
 from per_sample import Row as Problem
 from per_sample import against_classes, assert_fields, classes, randn, reference
 from processes import in_processes, needs_gloo
@@ -756,6 +757,40 @@ def test_refused(name: str) -> None:
     p = build()
     p.run()
     assert_fields(p.model, list(QUANTITIES), reference(PROBLEM))
+
+
+class Both(torch.autograd.Function):
+    """Sine and cosine, which are each other's derivative."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tuple[Tensor, Tensor]:
+        """Keep the results."""
+        results = x.sin(), x.cos()
+        ctx.save_for_backward(*results)
+        return results
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor, h: Tensor) -> Tensor:
+        """Differentiate both."""
+        sin, cos = ctx.saved_tensors
+        return g * cos - h * sin
+
+
+@pytest.mark.parametrize("used", [0, 1])
+def test_function_in_a_selective_checkpoint(used: int) -> None:
+    """Nothing is asked of the graph that a checkpoint makes for once."""
+    layer, x = nn.Linear(D, D).to(F64), torch.randn(3, D, dtype=F64)
+    values = [Both.apply(layer(row))[used].square().sum() for row in x]
+    rows = [torch.autograd.grad(value, layer.weight)[0] for value in values]
+    options = {"use_reentrant": False, "context_fn": keeps_some}
+
+    def forward(m: Module, x: Tensor) -> Tensor:
+        part = checkpoint(lambda z: Both.apply(m.f(z)), x, **options)
+        return part[used].square()
+
+    with backpack(BatchGrad()):
+        extend(Lambda(forward, f=layer))(x).sum().backward()
+    oracle.assert_agrees(layer.weight.grad_batch, torch.stack(rows))
 
 
 def test_backward_in_another_thread() -> None:

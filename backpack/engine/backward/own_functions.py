@@ -97,7 +97,7 @@ class OwnFunctions:
         given = [pair for pair in given if isinstance(pair[0], Tensor)]
         if not given or any(p is None or isinstance(p, Mixed) for _, p in given):
             return type(node).apply(node, *gradients)
-        tracker = Tracker(next(iter(known.values())).n, given, keeps_met=True)
+        tracker = _Follower(next(iter(known.values())).n, given, keeps_met=True)
         with tracker:
             results = type(node).apply(node, *gradients)
         if not any(is_batched(x) for x, _ in given):
@@ -129,6 +129,13 @@ class OwnFunctions:
             put_back(node)
         self._functions.clear()
         self._followed.clear()
+
+
+class _Follower(Tracker):
+    """Follows gradients; what was saved is given, whichever graph it is a part of."""
+
+    def _explained(self, x: Tensor) -> None:
+        self.place(x, None)
 
 
 def _operands_of(node: Node) -> Iterator[Source]:

@@ -20,6 +20,7 @@ from backpack.core.linearization import PerInput
 from backpack.core.table import GENERIC, Row, find_row_or_generic, works_in_place
 from backpack.engine.nodes.graph import (
     behind_view,
+    calls_at,
     comes_from_complex,
     leaves_behind,
     producing_calls,
@@ -67,6 +68,11 @@ NOTHING_PASSED = (
 CONVERT = (
     "Use `extend(model, use_converter=True)`, which turns operations into modules, or "
     "write the model with modules only."
+)
+BEFORE_LOSS = (
+    "It is between the model and the loss, where no converter looks: let a loss module "
+    "of your own do it (`class Loss(nn.Module)`, extended as well), or the model's "
+    "`forward`, and use `extend(model, use_converter=True)`."
 )
 IS_CONVERTED = (
     "The model is converted, but this is in a module that was kept as it is, as layers "
@@ -352,7 +358,10 @@ class Turn:
                     raise NoQuantity(message(COMPLEX, consumer=self.module, **text))
                 # it ends where the operation does, which is therefore inside
                 inside = place is node and call.is_transparent
-                refuse_operation(extension, call.module, inside)
+                advice = None
+                if self.call.is_loss and not calls_at(node):
+                    advice = BEFORE_LOSS
+                refuse_operation(extension, call.module, inside, advice)
 
     def incoming(self, extension: Any) -> Any:
         """Return what an extension has pulled back to this call's output.
@@ -474,13 +483,16 @@ def refuse_opened(calls: Iterable[Call], extensions: Sequence[Any]) -> None:
                     raise NotImplementedError(message(OPENED_BEFORE, **text, **names))
 
 
-def refuse_operation(extension: Any, module: Module, inside: bool = False) -> None:
+def refuse_operation(
+    extension: Any, module: Module, inside: bool = False, advice: str | None = None
+) -> None:
     """Refuse a module behind which comes no module, but an operation.
 
     Args:
         extension: The extension that walks from module to module.
         module: The module.
         inside: Whether the operation is in it, next to other modules. Default: no.
+        advice: What to do. Default: what helps in the model.
 
     Raises:
         NotImplementedError: Always.
@@ -488,7 +500,7 @@ def refuse_operation(extension: Any, module: Module, inside: bool = False) -> No
     converted = [
         m for root in EXTENDED if isinstance(root, GraphModule) for m in root.modules()
     ]
-    advice = IS_CONVERTED if module in converted else CONVERT
+    advice = advice or (IS_CONVERTED if module in converted else CONVERT)
     text = {**_text(extension, module), "advice": advice}
     raise NoQuantity(message(INSIDE if inside else NOT_A_CHAIN, **text))
 

@@ -10,14 +10,18 @@ import subprocess
 import sys
 import textwrap
 import weakref
+from collections import OrderedDict
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
-from typing import Callable, Dict, Iterator, List, Tuple
+from typing import Any, Callable, Dict, Iterator, List, Tuple
 
 import pytest
 import torch
 from cases import FIRST_ORDER, make_extension
+from oracle import assert_agrees
+from per_sample import Lambda
 from torch import Tensor, nn
 from torch.nn import Module
 from torch.profiler import ProfilerActivity, profile
@@ -25,7 +29,7 @@ from torch.utils.checkpoint import checkpoint
 
 from backpack import backpack, extend
 from backpack.engine.nodes.record import Call
-from backpack.extensions import EKFAC, SqrtGGNExact
+from backpack.extensions import EKFAC, BatchGrad, SqrtGGNExact
 
 N = 3
 
@@ -376,6 +380,56 @@ def test_only_fields_are_left(name: str):
     left = set(map(id, alive(Tensor))) - before - set(map(id, fields)) - gradients
     assert not left
     assert len(alive(Call)) == calls
+
+
+@dataclass
+class Results:
+    """What a model returns, in an object that nobody knows."""
+
+    loss: Tensor
+    logits: Tensor
+
+
+@dataclass
+class Slots(Results):
+    """The same, without a dictionary."""
+
+    __slots__ = ("loss", "logits")
+
+
+class Named(OrderedDict):
+    """A dictionary of a class of its own."""
+
+
+OBJECTS: Dict[str, Tuple[Callable[[Tensor, Tensor], Any], Callable[[Any], Tensor]]] = {
+    "dataclass": (Results, lambda out: out.loss),
+    "slots": (Slots, lambda out: out.loss),
+    "in-a-list": (lambda *results: [{"of": Results(*results)}], lambda o: o[0]["of"].loss),
+    "dictionary": (lambda a, b: Named(loss=a, logits=b), lambda out: out["loss"]),
+    "distribution": (
+        lambda _, f: torch.distributions.Normal(f, f.exp()),
+        lambda out: -out.log_prob(torch.ones(())).mean(),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OBJECTS)
+def test_nothing_is_left_where_objects_are_returned(name: str):
+    """A model that returns an object keeps neither inputs nor outputs."""
+    wrap, loss_of = OBJECTS[name]
+
+    def forward(m: Module, x: Tensor) -> Any:
+        f = m.f(x)
+        return wrap(f.square().mean(), f)
+
+    model, x = extend(Lambda(forward, f=nn.Linear(4, 3))), torch.rand(N, 4)
+    plain, ref, out = set(vars(model)), weakref.ref(x), model(x)
+    with backpack(BatchGrad()):
+        loss_of(out).backward()
+    assert_agrees(model.f.weight.grad_batch.sum(0), model.f.weight.grad)
+    del x, out
+    gc.collect()
+    assert set(vars(model)) == plain and ref() is None
 
 
 @pytest.mark.parametrize("name", MODELS)

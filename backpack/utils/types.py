@@ -1,6 +1,7 @@
 """Types of numbers, and conversions that cost next to nothing where there are none."""
 
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import fields, is_dataclass
 from functools import lru_cache
 from types import FunctionType, ModuleType
 from typing import (
@@ -10,6 +11,7 @@ from typing import (
     Iterable,
     Iterator,
     List,
+    Mapping,
     Literal,
     Optional,
     Tuple,
@@ -325,8 +327,8 @@ def tensors_in(values: Any, depth: int = 0) -> List[Tensor]:
 
     Args:
         values: Anything.
-        depth: How deep to look into objects, which have tensors as attributes.
-            Default: 0, for not at all.
+        depth: How deep to look into objects, which have tensors as attributes or are
+            containers of a class of their own. Default: 0, for not at all.
 
     Returns:
         The tensors.
@@ -335,9 +337,18 @@ def tensors_in(values: Any, depth: int = 0) -> List[Tensor]:
     for x in tree_leaves(values):
         if isinstance(x, Tensor):
             found.append(x)
-        elif depth and hasattr(x, "__dict__") and not isinstance(x, _NO_DATA):
-            found += tensors_in(list(vars(x).values()), depth - 1)
+        elif depth and not isinstance(x, _NO_DATA):
+            found += tensors_in(_contents(x), depth - 1)
     return found
+
+
+def _contents(x: Any) -> List[Any]:
+    """List what an object has as attributes, and what it contains."""
+    names = [field.name for field in fields(x)] if is_dataclass(x) else []
+    attributes = getattr(x, "__dict__", None) or {n: getattr(x, n) for n in names}
+    if isinstance(x, Mapping):
+        return [*attributes.values(), *x.values()]
+    return [*attributes.values(), *(x if isinstance(x, (list, tuple)) else ())]
 
 
 def is_inexact(x: Any) -> bool:

@@ -12,12 +12,11 @@ import torch
 from torch import Tensor
 from torch.autograd import grad
 from torch.nn import GRU, LSTM, RNN, MultiheadAttention
-from torch.utils._pytree import tree_leaves
 
 from backpack.core.derivatives import stored
 from backpack.core.per_sample.base import Dense
 from backpack.hessianfree.lop import pull_columns
-from backpack.utils.types import Layer
+from backpack.utils.types import Layer, tensors_in
 
 _SEQUENCE_MODULES = (RNN, LSTM, GRU, MultiheadAttention)
 
@@ -65,12 +64,12 @@ def tensor_outputs(output: Any) -> List[Tensor]:
         output: What the module returned.
 
     Returns:
-        The tensors, nested ones included.
+        The tensors, nested ones included; those of objects, if there are no others.
     """
     if isinstance(output, Tensor):
         return [output] if output.is_floating_point() else []
-    leaves = tree_leaves(output)
-    return [x for x in leaves if isinstance(x, Tensor) and x.is_floating_point()]
+    found = tensors_in(output) or tensors_in(output, depth=2)
+    return [x for x in found if x.is_floating_point()]
 
 
 def generic_product(

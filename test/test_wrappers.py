@@ -635,6 +635,35 @@ def repeated_once(p: Pass, **options: Any) -> None:
     p.run(model)
 
 
+class Product(torch.autograd.Function):
+    """A product with a backward pass of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+        """Multiply."""
+        ctx.save_for_backward(x, w)
+        return x * w
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tuple[Tensor, Tensor]:
+        """Differentiate."""
+        x, w = ctx.saved_tensors
+        return g * w, (g * x).sum_to_size(w.shape)
+
+
+def selective(p: Pass, check: bool) -> None:
+    """Repeat a checkpoint more often than it can be."""
+    options = {"use_reentrant": False, "context_fn": keeps_some}
+
+    def forward(m: Module, x: Tensor) -> Tensor:
+        of = m.f if check else lambda x: Product.apply(m.f(x), m.w)
+        return checkpoint(of, x, **options)
+
+    model = extend(Lambda(forward, f=p.model, w=nn.Parameter(torch.rand(3).to(F64))))
+    with backpack(BatchGrad(), check=check):
+        p.value(model).backward()
+
+
 class Failed(RuntimeError):
     """An error of the model's own."""
 
@@ -684,6 +713,14 @@ REFUSED: Dict[str, Tuple[Callable[[Pass], None], Type[Exception], str]] = {
         NotImplementedError,
         "DiagGGNExact.*repeated.*selective.*without `context_fn`",
     ),
+    **{
+        f"selective-checkpoint-{name}": (
+            partial(selective, check=check),
+            NotImplementedError,
+            "BatchGrad.*repeated for what has no rule.*without `context_fn`",
+        )
+        for name, check in (("checked", True), ("function", False))
+    },
     **{
         f"checkpoint-fails-by-{type(error).__name__}": (
             partial(fails_repeated, error=error),

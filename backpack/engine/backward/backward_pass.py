@@ -40,7 +40,7 @@ from backpack.engine.backward.turn import InputGradients, Turn, refuse_opened
 from backpack.engine.backward.visits import Visits
 from backpack.engine.nodes.graph import describe, targets_below, will_run
 from backpack.engine.nodes.record import RELEASED, Call, clear_others, lock_of
-from backpack.engine.nodes.saved import explain_failure
+from backpack.engine.nodes.saved import explain_failure, explained
 from backpack.engine.nodes.uses import Entry, Use, listen
 from backpack.utils import parallel
 from backpack.utils.errors import warn_user
@@ -165,7 +165,8 @@ class BackwardPass:
             find_owners(self.inspection, current)
         self.inspection.guard_hooks(exts)
         if current.check and self._separating:
-            check_isolation(self.inspection, current)
+            with explained(exts):
+                check_isolation(self.inspection, current)
         args = accumulates, inputs is None, creates_graph
         self.accumulated = choose(current, self.groups, self.inspection, *args)
         self._listen()

@@ -7,8 +7,9 @@ therefore asked for in the name of the pass that is running, which gets it from 
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from traceback import walk_tb
-from typing import Any, Callable, Iterable, Sequence
+from typing import Any, Callable, Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -25,10 +26,15 @@ SAVED = "backpack.saved"  # where a node of a constant's graph keeps what was sa
 
 REPEATED = (
     "{exts}: a part of the model runs inside a checkpoint, which is repeated for "
-    "columns as well as for gradients, and failed ({error}). Use `checkpoint(..., "
+    "{what} as well as for gradients, and failed ({error}). Use `checkpoint(..., "
     "use_reentrant=False)` without `context_fn` and `debug`, whose contexts may be "
-    "there for a single time, or quantities of first order."
+    "there for a single time{otherwise}."
 )
+OF_COLUMNS = {"what": "columns", "otherwise": ", or quantities of first order"}
+OF_FUNCTIONS = {
+    "what": "what has no rule, like functions with a backward of their own, or a check",
+    "otherwise": ", or call functions outside of it",
+}
 
 # Older versions of torch don't say which; there, checkpoints run more often.
 _innermost_hooks: Callable | None = getattr(
@@ -200,14 +206,46 @@ def explain_failure(error: BaseException | None, extensions: Sequence[Any]) -> N
         extensions: The active extensions.
 
     Raises:
-        NotImplementedError: If it was that, and columns were pulled back.
+        NotImplementedError: If it was that, and this was not the program's doing.
     """
-    exts = [x for x in extensions if x.pulls_columns]
-    if not exts or type(error) not in (RuntimeError, AttributeError):
+    if type(error) not in (RuntimeError, AttributeError):
         return
-    names = [f.f_globals.get("__name__") for f, _ in walk_tb(error.__traceback__)]
+    names = [f.f_globals.get("__name__", "") for f, _ in walk_tb(error.__traceback__)]
     while names[-1] == "contextlib":  # a context that is there for a single time
         names.pop()
-    if names[-1] == "torch.utils.checkpoint":
-        text = REPEATED.format(exts=names_of(exts), error=error)
+    exts = [x for x in extensions if x.pulls_columns]
+    if names[-1] == "torch.utils.checkpoint" and (exts or _is_of_ours(names)):
+        what = OF_COLUMNS if exts else OF_FUNCTIONS
+        text = REPEATED.format(exts=names_of(exts or extensions), error=error, **what)
         raise NotImplementedError(text) from error
+
+
+@contextmanager
+def explained(extensions: Sequence[Any]) -> Iterator[None]:
+    """Say why a checkpoint was repeated inside, if it cannot be.
+
+    Args:
+        extensions: The active extensions.
+
+    Yields:
+        Nothing.
+    """
+    try:
+        yield
+    except Exception as error:
+        explain_failure(error, extensions)
+        raise
+
+
+def _is_of_ours(names: Sequence[str]) -> bool:
+    """Tell whether a backward pass is no pass of the program's.
+
+    Args:
+        names: Modules of what has called each other in it.
+
+    Returns:
+        Whether it is known to have been started here.
+    """
+    last = max((i for i, x in enumerate(names) if x == "torch.autograd.graph"), default=0)
+    before = [name for name in names[:last] if not name.startswith("torch.autograd")]
+    return bool(before) and before[-1].startswith("backpack.")

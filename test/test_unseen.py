@@ -155,6 +155,13 @@ RECURRENT: Dict[str, Callable[[], Module]] = {
 }
 
 
+def by_rectified(m: Module, x: Tensor) -> Tensor:
+    """Differentiate by a layer's output, to which zeros were written."""
+    h = m.f(x).mul_(2.0).relu_()
+    energy = m.o(F.softplus(m.g(h)) * h).sum()
+    return h - torch.autograd.grad(energy, h, create_graph=True)[0]
+
+
 # Models, inputs, and what is made of both
 DERIVATIVES: Dict[str, Row] = {
     "gradient": Row(mlp, randn(D), predict=lambda m, X: by_input(m, *X)),
@@ -242,6 +249,21 @@ DERIVATIVES: Dict[str, Row] = {
         ),
         randn(D),
     ),
+    **{
+        f"by-what-was-written-to-{t}": Row(
+            lambda: Lambda(
+                lambda m, x: by_rectified(m, x).square().sum(),
+                **{"f": nn.Linear(D, D), "g": nn.Linear(D, D)},
+                o=nn.Linear(D, 1, bias=False),
+            ),
+            randn(t, D),
+            objective=lambda f, _: f.square().sum(),
+            quantities=FIRST_ORDER,
+            predict=lambda m, X: by_rectified(m, *X),
+            value=lambda m, _, X: m(*X),
+        )
+        for t in LENGTHS
+    },
     "returned-from-inside": Row(
         lambda: Lambda(lambda m, x: by_input(m.f, x), f=mlp()), randn(D)
     ),

@@ -25,6 +25,7 @@ from backpack.core.layout import (
     conflict,
     halves,
     has_bit,
+    has_gaps,
     sample_numbers,
     simplify,
     spans,
@@ -110,7 +111,11 @@ def probe(
     """
     with state().pull(), structure_only(nodes), compute_only(nodes, True):
         try:
-            return _ask(edge, sources, nodes)
+            found = _ask(edge, sources, nodes)
+            slices = [x for x in nodes if name_of(x) == _SLICES and len(parents(x)) < 2]
+            if slices and isinstance(found, Tensor) and has_gaps(found):
+                return _filled(found, slices, edge, sources, nodes)
+            return found
         except FloatingPointError as error:
             found = None
             if all(map(is_own, nodes)):  # else, nobody knows what the numbers are for
@@ -118,6 +123,30 @@ def probe(
                     found = _ask(edge, sources, nodes)
             met = Mixed(f"{name_of(edge.node)} ({error})", False)
             return met if found is None else found
+
+
+def _filled(
+    found: Tensor,
+    slices: Iterable[Node],
+    edge: GradientEdge,
+    sources: Sequence[Source],
+    nodes: Sequence[Node],
+) -> Placement:
+    """Fill gaps where an operation in place, on a view, may have made zeros.
+
+    Which one it was, the graph does not say. As if it mapped entries of the same place,
+    what it was given goes on, chosen or not; this counts where it leaves no gaps.
+    """
+    handles = [node.register_hook(_hand_over) for node in slices]
+    try:
+        other = _ask(edge, sources, nodes)
+    finally:
+        for handle in handles:
+            handle.remove()
+    if not isinstance(other, Layout):
+        return found
+    numbers = sample_numbers(other, shape_at(edge), sources[0].known.n, found.device)
+    return found if conflict(found, numbers) else other
 
 
 @contextmanager
@@ -162,6 +191,12 @@ def _hand_on(inputs: tuple[Any, ...], outputs: tuple[Any, ...]) -> Any:
     if g is None or any(x.is_complex() for x in (g, *given)):
         return None
     return tuple(x if x is None else g.sum_to_size(x.shape).to(x) for x in inputs)
+
+
+def _hand_over(inputs: tuple, outputs: tuple) -> tuple:
+    """Let all that was there before a part of it was written to have a gradient."""
+    x, *others = inputs
+    return x if x is None else x + outputs[0], *others
 
 
 def _hand_on_planes(axes: tuple[int, ...], inputs: tuple, outputs: tuple) -> Any:

@@ -590,6 +590,78 @@ def test_checkpoint_that_is_computed_again_inside() -> None:
     assert_right(checkpointed(reentrant=False))
 
 
+class Counts(Module):
+    """A part with statistics, which belong to two modules, and a counter."""
+
+    def __init__(self) -> None:
+        """Create them."""
+        super().__init__()
+        self.f, self.inside = nn.Linear(D, D), nn.Module()
+        self.calls = 0
+        self.register_buffer("mean", torch.zeros(D, dtype=F64))
+        self.inside.register_buffer("mean", self.mean)
+        self.interrupted = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Move them, and compute something."""
+        x = self.f(x)
+        with torch.no_grad():
+            self.inside.mean.mul_(0.9).add_(x.mean(0))
+        self.calls += 1
+        if self.interrupted:
+            raise KeyboardInterrupt
+        return (x * self.mean).tanh()
+
+
+def counting(*exts: Any, **options: Any) -> Tuple[Module, Callable[[], None]]:
+    """Make a model with such a part in a checkpoint, and a step."""
+    torch.manual_seed(0)
+    model = Lambda(
+        lambda m, x: m.o(checkpoint(m.c, x, use_reentrant=False)),
+        **{"c": Counts(), "o": nn.Linear(D, 2)},
+    ).to(F64)
+    loss, x, y = nn.CrossEntropyLoss(), torch.randn(N, D).to(F64), torch.arange(N) % 2
+    if exts:
+        extend(model), extend(loss)
+
+    def step() -> None:
+        with backpack(*exts, **options):
+            loss(model(x), y).backward()
+
+    return model, step
+
+
+@pytest.mark.parametrize("check", [False, True])
+@pytest.mark.parametrize("ext", [BatchGrad, DiagGGNExact, KFLR])
+def test_statistics_in_a_checkpoint(ext: Callable[[], Any], check: bool) -> None:
+    """They move as in a plain pass, however often the part is repeated for us."""
+    (plain, step), (model, other) = counting(), counting(ext(), check=check)
+    for _ in range(2):
+        step(), other()
+    assert model.c.calls == plain.c.calls == 4
+    assert_agrees(model.c.mean, plain.c.mean, "mean")
+    assert model.c.mean is model.c.inside.mean
+    for p, q in zip(model.parameters(), plain.parameters()):
+        assert_agrees(p.grad, q.grad, "gradient")
+
+
+def test_statistics_in_a_checkpoint_that_is_interrupted() -> None:
+    """What was held is there again, at the latest in the next pass."""
+    model, step = counting(DiagGGNExact())
+    mean, run = model.c.mean, model.c.forward
+
+    def forward(x: Tensor) -> Tensor:
+        model.c.interrupted = model.c.mean is not mean  # while it is repeated for us
+        return run(x)
+
+    model.c.forward = forward
+    with pytest.raises(KeyboardInterrupt):
+        step()
+    del model.c.forward
+    step()
+    assert model.c.mean is mean and model.c.inside.mean is mean
+
+
 @pytest.mark.parametrize("quantity", ["BatchGrad", "BatchL2Grad", "DiagGGNExact"])
 def test_reentrant_checkpoint(quantity: str) -> None:
     """The way in which autograd can only run backward is right, or refused by name."""

@@ -29,16 +29,12 @@ from backpack.core.derivatives.generic import tensor_outputs
 from backpack.core.table import find_loss_module, find_row
 from backpack.engine.forward import layer_calls
 from backpack.engine.forward.tracking import Tracker
-from backpack.engine.nodes.constants import edge_of
+from backpack.engine.nodes.constants import edge_of, edges_of
 from backpack.engine.nodes.graph import VIEW, is_leaf, note_tangent, on_one_node
 from backpack.engine.nodes.record import Call, CallRef, clear_stored
+from backpack.engine.nodes.saved import Held
 from backpack.engine.nodes.uses import Entry, entries_at, is_whole, listen
-from backpack.engine.samples.placements import (
-    mark_of,
-    may_be_shared,
-    place,
-    placement_of,
-)
+from backpack.engine.samples import placements as of_tensors
 from backpack.utils.compiling import (
     answered,
     is_compiled,
@@ -84,6 +80,7 @@ class _Thread(threading.local):
         self.returned: list[tuple[Module | None, CallRef]] = []
         self.tracker: Tracker | None = None
         self.graphless = Modules()
+        self.held: Held | None = None  # while a checkpoint is repeated for us
 
 
 _THREAD = _Thread()
@@ -120,6 +117,8 @@ def forget_interrupted(python_frame: Any = None) -> None:
         python_frame: From where to look for calls that led here. Default: the caller.
     """
     frames = _THREAD.frames
+    if _THREAD.held is not None:
+        _THREAD.held = _THREAD.held.release()
     while frames and not _is_running(frames[-1], python_frame or sys._getframe(1)):
         _leave_last()
 
@@ -172,6 +171,8 @@ def enter_call(
     if steps_aside():
         if not disable.should_store_io():
             PLAIN.add(module)
+        elif state().pulling and _THREAD.held is None and _is_repeated():
+            _THREAD.held = Held(module)
         return None
     PLAIN.discard(module)
     caller = _caller()
@@ -251,6 +252,8 @@ def leave_call(
     if is_dynamo_compiling():
         traced = not is_grad_enabled() or _is_opaque()
         return None if traced else untraced(leave_call, module, args, kwargs, output)
+    if _THREAD.held is not None and _THREAD.held.module is module:
+        _THREAD.held = _THREAD.held.release()
     frame = _pop_frame(module, _caller()) if _THREAD.frames else None
     if type(kwargs) is _Guard:
         kwargs = dict(kwargs)  # the record would keep what keeps the record
@@ -320,20 +323,20 @@ def _record(
     constant: set[int] = set()  # outputs without samples: another way leads to them
     # what comes out of a layer that is looked at as a whole has no mark yet
     if len(outputs) > 1 and frame.row is None and tracker is not None:
-        constant = {id(x) for x in outputs if placement_of(x, tracker.key) is None}
+        constant = {id(x) for x in outputs if of_tensors.placement_of(x, tracker.key) is None}
         if len(constant) == len(outputs) and frame.tracker is not None:
             constant.clear()  # no other way leads to the model
-    edges = _edges(outputs, constant)
+    edges = edges_of(outputs, constant)
     is_apart = len(outputs) > 1 and _differ(edges)
     if is_apart and (find_row(module) or not RULED.isdisjoint(type(module).__mro__)):
         # a rule needs the gradients at all of them; others see no copies
-        marks = [mark_of(x) for x in outputs]
+        marks = [of_tensors.mark_of(x) for x in outputs]
         output = replaced = on_one_node(output, constant)
         outputs = tensor_outputs(output)
         for x, mark in zip(outputs, marks):
             if mark:
-                place(x, mark[1], mark[0], mark[3])
-        edges, is_apart = _edges(outputs, constant), False
+                of_tensors.place(x, mark[1], mark[0], mark[3])
+        edges, is_apart = edges_of(outputs, constant), False
     call = frame.call
     call.finish(module, args, kwargs, outputs, edges, _parameters(module, args, frame))
     call.is_apart = is_apart
@@ -367,23 +370,16 @@ def _record(
             key = tracker.key
             several = len(key.inputs) > 1
             data = tensors_in((args, kwargs), depth=2) if several else ()
-            shared = bool(data) and all([may_be_shared(x, key) for x in data])
+            shared = bool(data) and all([of_tensors.may_be_shared(x, key) for x in data])
             for x, placement in zip(outputs, placements):
                 tracker.place(x, placement, shared)
         call.placements = placements
     if frame.tracker is not None and not call.is_loss:
         frame.tracker.note_outputs(outputs)
         call.n = frame.tracker.n
-        call.placements = [placement_of(x, frame.tracker.key) for x in outputs]
+        call.placements = [of_tensors.placement_of(x, frame.tracker.key) for x in outputs]
     _attach(call, outputs, edges)
     return replaced
-
-
-def _edges(outputs: list[Tensor], constant: Iterable[int]) -> list[GradientEdge | None]:
-    return [
-        edge_of(x) if x.requires_grad and id(x) not in constant else None
-        for x in outputs
-    ]
 
 
 def _note_function(func: Any, args: tuple, kwargs: dict[str, Any], out: Tensor) -> None:

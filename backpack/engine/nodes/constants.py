@@ -7,7 +7,7 @@ own share of the gradient arrives at a place of its own in the graph.
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, Callable, Collection, Sequence
+from typing import Any, Callable, Collection, Container, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -107,6 +107,24 @@ def edge_of(x: Tensor) -> GradientEdge:
         return get_gradient_edge(x)
     with torch.enable_grad():
         return GradientEdge(alias_of(x).grad_fn.next_functions[0][0], 0)
+
+
+def edges_of(
+    outputs: Iterable[Tensor], constant: Container[int]
+) -> list[GradientEdge | None]:
+    """Find where several tensors sit in the graph.
+
+    Args:
+        outputs: The tensors.
+        constant: Identities of those that do not matter.
+
+    Returns:
+        Their edges, ``None`` for those, and for what needs no gradient.
+    """
+    return [
+        edge_of(x) if x.requires_grad and id(x) not in constant else None
+        for x in outputs
+    ]
 
 
 def has_views(x: Tensor) -> bool:

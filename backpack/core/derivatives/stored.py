@@ -400,17 +400,19 @@ def _is_stateful(
         kwargs: Keyword arguments.
 
     Returns:
-        Whether a number has changed, or a buffer that the output depends on: NaN in its
-        place shows it through factors of zero.
+        Whether the output depends on a number, or a buffer, that has changed: NaN in
+        its place shows it through factors of zero.
     """
     after = _numbers(scratch)
     changed = [key for key, x in after.items() if not _is_same(before.get(key), x)]
     if not changed:
         return False
     for part, name in changed:
-        if name not in part._buffers:
-            return True
-        part._buffers[name] = torch.full_like(after[part, name], nan, dtype=float64)
+        if name in part._buffers:
+            x = torch.full_like(after[part, name], nan, dtype=float64)
+            part._buffers[name] = x
+        else:
+            vars(part)[name] = nan
     try:
         with torch.no_grad():
             return bool(first_tensor(scratch.forward(*args, **kwargs)).isnan().any())

@@ -404,7 +404,10 @@ class Named(OrderedDict):
 OBJECTS: Dict[str, Tuple[Callable[[Tensor, Tensor], Any], Callable[[Any], Tensor]]] = {
     "dataclass": (Results, lambda out: out.loss),
     "slots": (Slots, lambda out: out.loss),
-    "in-a-list": (lambda *results: [{"of": Results(*results)}], lambda o: o[0]["of"].loss),
+    "in-a-list": (
+        lambda *results: [{"of": Results(*results)}],
+        lambda o: o[0]["of"].loss,
+    ),
     "dictionary": (lambda a, b: Named(loss=a, logits=b), lambda out: out["loss"]),
     "distribution": (
         lambda _, f: torch.distributions.Normal(f, f.exp()),

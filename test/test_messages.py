@@ -13,7 +13,6 @@ from copy import deepcopy
 from functools import partial
 from pathlib import Path
 from time import sleep
-from types import SimpleNamespace
 from typing import Any, Callable, Dict, List, NamedTuple, Optional
 
 import pytest
@@ -109,6 +108,20 @@ def run(
     out = loss(out, y) if out.dim() else out
     with backpack(*exts, **options):
         value(out, model).backward()
+
+
+class Slotted:
+    """An object without a dictionary, which nobody can look into."""
+
+    __slots__ = ("out",)
+
+    def __init__(self, out: Tensor) -> None:
+        """Store a tensor."""
+        self.out = out
+
+    def dim(self) -> int:
+        """Pretend to be a number."""
+        return 0
 
 
 def nested(layout: torch.layout, *parts: Tensor) -> Tensor:
@@ -936,7 +949,7 @@ SAMPLES: Dict[str, Row] = {
     ),
     "jacobian-of-an-object": Row(
         lambda: run(
-            Layers(lambda m, x: SimpleNamespace(out=m.b(x).tanh(), dim=lambda: 0)),
+            Layers(lambda m, x: Slotted(m.b(x).tanh())),
             BatchJacobian(),
             value=lambda value, model: value.out.sum(),
         ),

@@ -5,6 +5,8 @@ The oracles know nothing of module rules: the Hessian is differentiated twice by
 autograd, and recursions use dense Jacobians of one sample at a time.
 """
 
+import pickle
+import random
 import warnings
 from contextlib import nullcontext
 from copy import deepcopy
@@ -12,6 +14,7 @@ from functools import lru_cache, partial
 from operator import getitem
 from typing import Any, Callable, Dict, List, NamedTuple, Tuple
 
+import numpy
 import oracle
 import per_sample
 import pytest
@@ -2046,6 +2049,24 @@ class DrawnScale(OwnScale):
         return x.sin() * (self.scale + self.deviation**2 * noise)
 
 
+class Skipped(Module):
+    """Is skipped now and then, which a gate of zero hides from the output."""
+
+    def __init__(self, draw: Callable[[], float]):
+        """Create the gate."""
+        super().__init__()
+        self.gate, self.draw, self.rate = nn.Parameter(torch.zeros(1)), draw, 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Add something to ``[N, *]``."""
+        return x.sin() + self.gate * self.draw() * self.rate * x.cos()
+
+
+def rate_changed(model: Module) -> None:
+    """Change an attribute."""
+    model[2].rate = 0.5
+
+
 def changed(model: Module) -> None:
     """Change a parameter behind autograd's back."""
     model[2].scale.data.mul_(1.5)
@@ -2069,10 +2090,58 @@ UNREPEATABLE = {
     "random, times a gate of zero": (GatedNoise, None),
     "random, by its own generator": (lambda: GatedNoise(generator=drawing(0)), None),
     "random, with a deviation of zero": (DrawnScale, None),
+    "random, of Python": (lambda: Skipped(random.random), None),
+    "random, of NumPy": (lambda: Skipped(numpy.random.rand), None),
+    "random, of an object": (lambda: Skipped(random.Random(0).random), None),
+    "attribute, behind a gate of zero": (lambda: Skipped(lambda: 1.0), rate_changed),
     "state": (Counter, None),
     "state, behind a gate of zero": (lambda: WarmUp(int), None),
     "buffer, behind a gate of zero": (lambda: WarmUp(lambda: torch.zeros(())), None),
 }
+
+
+class Weighted(Module):
+    """A mean of cross entropies with weights, which equal logits hide."""
+
+    reduction, rate = "mean", 1.0
+
+    def __init__(self, draw: Callable[[], float]):
+        """Store what draws a weight."""
+        super().__init__()
+        self.draw = draw
+
+    def forward(self, f: Tensor, y: Tensor) -> Tensor:
+        """Draw the weights, and average ``[N]``."""
+        weights = torch.tensor([self.draw() for _ in y], dtype=F64)
+        each = F.cross_entropy(self.rate * f, y, reduction="none")
+        return (each * weights).sum() / weights.sum()
+
+
+OTHER_LOSSES: Dict[str, Tuple[Callable[[], float], Dict[str, float]]] = {
+    "random, of Python": (random.random, {}),
+    "random, of NumPy": (numpy.random.rand, {}),
+    "random, of an object": (random.Random(0).random, {}),
+    "attribute": (lambda: 1.0, {"rate": 0.5}),
+}
+
+
+@pytest.mark.parametrize(
+    "ext",
+    [DiagHessian, HMP, DiagGGNExact, KFLR, partial(KFAC, fisher_type="empirical")],
+)
+@pytest.mark.parametrize("name", OTHER_LOSSES)
+def test_other_loss_when_repeated(ext: Callable, name: str):
+    """A loss is repeated only if its gradient is that of the call; nothing is drawn."""
+    draw, attributes = OTHER_LOSSES[name]
+    model, loss = extend(nn.Linear(3, 2).to(F64)), extend(Weighted(draw))
+    for p in model.parameters():
+        nn.init.zeros_(p)
+    value = loss(model(torch.randn(4, 3, dtype=F64)), torch.tensor([0, 1, 0, 1]))
+    vars(loss).update(attributes)
+    states = random.getstate(), pickle.dumps(numpy.random.get_state())
+    with pytest.raises(RuntimeError, match="another output"), backpack(ext()):
+        value.backward()
+    assert states == (random.getstate(), pickle.dumps(numpy.random.get_state()))
 
 
 @EACH

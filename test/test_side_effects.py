@@ -621,8 +621,8 @@ def counting(*exts: Any, **options: Any) -> Tuple[Module, Callable[[], None]]:
         **{"c": Counts(), "o": nn.Linear(D, 2)},
     ).to(F64)
     loss, x, y = nn.CrossEntropyLoss(), torch.randn(N, D).to(F64), torch.arange(N) % 2
-    if exts:
-        extend(model), extend(loss)
+    for module in (model, loss) if exts else ():
+        extend(module)
 
     def step() -> None:
         with backpack(*exts, **options):
@@ -636,8 +636,8 @@ def counting(*exts: Any, **options: Any) -> Tuple[Module, Callable[[], None]]:
 def test_statistics_in_a_checkpoint(ext: Callable[[], Any], check: bool) -> None:
     """They move as in a plain pass, however often the part is repeated for us."""
     (plain, step), (model, other) = counting(), counting(ext(), check=check)
-    for _ in range(2):
-        step(), other()
+    for run in (step, other, step, other):
+        run()
     assert model.c.calls == plain.c.calls == 4
     assert_agrees(model.c.mean, plain.c.mean, "mean")
     assert model.c.mean is model.c.inside.mean

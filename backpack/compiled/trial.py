@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
-import random
 import sys
 from contextlib import ExitStack, contextmanager
 from functools import wraps
@@ -19,7 +17,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from backpack.converter.reading import LIKE
 from backpack.utils.state import out_of_sight
-from backpack.utils.types import tensors_in
+from backpack.utils.types import drawn_elsewhere, tensors_in
 from backpack.utils.writes import Writes, memory_of
 
 NOT_TRACED = (
@@ -305,15 +303,7 @@ def as_before(modules: dict[Module, None]) -> Iterator[None]:
 @contextmanager
 def _others_draw_nothing() -> Iterator[None]:
     """Refuse random numbers of Python and NumPy; restore what they are drawn from."""
-    numpy = getattr(sys.modules.get("numpy"), "random", None)
-    sources = {"`random`": (random.getstate, random.setstate)}
-    if numpy is not None:
-        sources["`numpy.random`"] = (numpy.get_state, numpy.set_state)
-    before = {who: get() for who, (get, _) in sources.items()}
-    with ExitStack() as stack:
-        for who, (_, put) in sources.items():
-            stack.callback(put, before[who])
+    with drawn_elsewhere() as drawn:
         yield
-        for who, (get, _) in sources.items():
-            if pickle.dumps(get()) != pickle.dumps(before[who]):
-                _refuse(OTHER_NUMBERS.format(who=who))
+    for who in drawn:
+        _refuse(OTHER_NUMBERS.format(who=who))

@@ -1,5 +1,8 @@
 """Types of numbers, and conversions that cost next to nothing where there are none."""
 
+import pickle
+import random
+import sys
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import fields, is_dataclass
 from functools import lru_cache
@@ -11,8 +14,8 @@ from typing import (
     Iterable,
     Iterator,
     List,
-    Mapping,
     Literal,
+    Mapping,
     Optional,
     Tuple,
 )
@@ -221,6 +224,28 @@ def generator_of(device: torch.device) -> Generator:
         return torch.mps._get_default_mps_generator()
     known = getattr(getattr(torch, device.type, None), "default_generators", ())
     return known[device.index or 0] if known else torch.default_generator
+
+
+@contextmanager
+def drawn_elsewhere() -> Iterator[List[str]]:
+    """Notice random numbers of Python and NumPy; put their generators back.
+
+    Yields:
+        A list, which says in the end whose were drawn.
+    """
+    numpy = getattr(sys.modules.get("numpy"), "random", None)
+    sources: Dict[str, Any] = {"`random`": (random.getstate, random.setstate)}
+    if numpy is not None:
+        sources["`numpy.random`"] = (numpy.get_state, numpy.set_state)
+    before = {who: get() for who, (get, _) in sources.items()}
+    drawn: List[str] = []
+    try:
+        yield drawn
+    finally:
+        for who, (get, put) in sources.items():
+            if pickle.dumps(get()) != pickle.dumps(before[who]):
+                drawn.append(who)
+                put(before[who])
 
 
 def version_of(x: Tensor) -> int:

@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
 from backpack.core.derivatives.loss_base import BaseLossDerivatives, loss_inputs
-from backpack.core.derivatives.stored import as_leaf, repeat, scratch_copy
+from backpack.core.derivatives.stored import as_leaf, check_slope, repeat, scratch_copy
 from backpack.core.layout import bits, has_bit
 from backpack.hessianfree.lop import pull_back, pull_columns
 from backpack.utils.errors import warn_user
@@ -200,6 +200,7 @@ class GenericLossDerivatives(BaseLossDerivatives):
             return loss, gradient, cotangent
 
         loss, gradient, cotangent = differentiate(prediction)
+        check_slope(module, gradient)
         with torch.enable_grad(), _naming(module):
             _check_differentiable(module, gradient, cotangent)
 

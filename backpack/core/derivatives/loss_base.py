@@ -9,7 +9,7 @@ from torch.autograd import grad
 
 from backpack.core.derivatives import shape_check
 from backpack.core.derivatives.input_base import BaseDerivatives
-from backpack.core.derivatives.stored import as_leaf, repeat, stored_inputs
+from backpack.core.derivatives.stored import as_leaf, check_slope, repeat, stored_inputs
 from backpack.core.per_sample.sums import reciprocal
 from backpack.utils.hooks import message
 from backpack.utils.subsampling import Subsampling
@@ -287,6 +287,7 @@ class BaseLossDerivatives(BaseDerivatives, ABC):
         with torch.enable_grad():
             loss = repeat(module, (prediction, *others))
             (gradient,) = grad(loss, prediction, create_graph=create_graph)
+        check_slope(module, gradient)
         return (gradient / self.factor_of_terms(module) ** 0.5).unsqueeze(0)
 
     def factor_of_terms(self, module: Layer) -> Union[float, Tensor]:

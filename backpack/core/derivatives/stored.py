@@ -1,6 +1,7 @@
 """A module's last call, as it is stored on the module, and copies to repeat it with."""
 
 from collections import OrderedDict, deque
+from contextlib import nullcontext
 from copy import copy
 from functools import partial
 from math import nan
@@ -19,9 +20,9 @@ from torch.utils._pytree import tree_leaves
 from backpack.converter.function import FunctionModule
 from backpack.utils.disable import disable
 from backpack.utils.hooks import message
-from backpack.utils.state import ask, is_traced, state
+from backpack.utils.state import ask, is_traced, may_look, state
 from backpack.utils.subsampling import Subsampling, subsample
-from backpack.utils.types import Layer, generator_of, is_inexact
+from backpack.utils.types import Layer, drawn_elsewhere, generator_of, is_inexact
 
 NO_FLOAT_INPUT = (
     "{module} has an input of type {dtype} and no derivative with respect to it. Only "
@@ -29,11 +30,11 @@ NO_FLOAT_INPUT = (
 )
 NOT_REPEATED = (
     "{module} is differentiated by repeating its forward pass, but the repetition gave "
-    "another output, drew random numbers or changed numbers of the module, which a "
-    "factor of zero may hide: it draws some, keeps a state, depends on the number of "
-    "samples, or something was modified after the call (its parameters, or its output "
-    "by a layer with inplace=True). Write it without these, or register a module "
-    "extension for it."
+    "another output or derivative, drew random numbers or depends on a number that has "
+    "changed, which a factor of zero may hide: it draws some, keeps a state, depends "
+    "on the number of samples, or something was modified after the call (its "
+    "attributes, its parameters, or its output by a layer with inplace=True). Write it "
+    "without these, or register a module extension for it."
 )
 HOOKED = (
     "{module} takes its parameter '{name}' by way of a bound method, a closure or the "
@@ -42,6 +43,8 @@ HOOKED = (
 )
 NAMED = "_backpack_named"
 """Attribute of modules, for the names of the last inputs that were given by name."""
+SLOPE = "_backpack_slope"
+"""Attribute of losses in their turn, which returns the gradient at the prediction."""
 STORED = "_backpack_stored"
 """Attribute of modules that says what else is stored for a turn."""
 _CONTAINERS = (list, dict, set, deque, OrderedDict)
@@ -238,6 +241,34 @@ def checked(module: Layer, output: Any) -> Tensor:
     return output
 
 
+def check_slope(module: Layer, found: Tensor, own: Optional[Tensor] = None) -> None:
+    """Check that a repetition has the derivative that the forward pass has.
+
+    Its output may be the same by chance, as where all classes are equally likely.
+
+    Args:
+        module: The module that was repeated.
+        found: Derivative of the repetition, contracted with a vector.
+        own: That of the forward pass. Default: for a loss, its gradient at the
+            prediction, if a backward pass knows it.
+
+    Raises:
+        RuntimeError: If it has not, up to rounding errors and single kinks.
+    """
+    ask_slope = vars(module).get(SLOPE) if own is None else None
+    if not may_look(found) or own is None and ask_slope is None:
+        return
+    own = ask_slope() if ask_slope is not None else own
+    if own is None:
+        return
+    eps = max(torch.finfo(x.dtype).eps for x in (found, own))
+    x, y = (z.detach().to(found.dtype) for z in (found, own))
+    least = 10 * eps * x.numel() ** 0.5
+    apart, size = (x - y).norm(), torch.maximum(x.norm(), y.norm())
+    if bool(apart > 0.05 * size + least):  # nor where one is no number
+        raise RuntimeError(message(NOT_REPEATED, module=module))
+
+
 _MOST_REPETITIONS = 4  # while random numbers seem to be drawn
 
 
@@ -328,7 +359,8 @@ def repeat(
     else:
         run = partial(scratch.forward, *args, **kwargs)
     if is_traced() or not is_checked:
-        with state().default_device(), _Repeating():
+        elsewhere = nullcontext() if is_traced() else drawn_elsewhere()
+        with state().default_device(), _Repeating(), elsewhere:
             output = run()
         return checked(module, output) if is_checked else first_tensor(output)
     generator = generator_of(module.output.device)
@@ -337,8 +369,9 @@ def repeat(
     for _ in range(_MOST_REPETITIONS):
         last = generator.get_state()
         with state().default_device(), _Repeating() as repeating:
-            output = run()
-        drew = not torch.equal(last, generator.get_state())
+            with drawn_elsewhere() as elsewhere:
+                output = run()
+        drew = bool(elsewhere) or not torch.equal(last, generator.get_state())
         if not drew:  # or another thread draws now and then
             break
     else:

@@ -16,6 +16,7 @@ from torch.nn import Module, Parameter
 from torch.nn.modules.dropout import _DropoutNd
 
 from backpack.core.derivatives.dropout import MASK
+from backpack.core.derivatives.stored import SLOPE
 from backpack.core.linearization import PerInput
 from backpack.core.table import GENERIC, Row, find_row_or_generic, works_in_place
 from backpack.engine.nodes.graph import (
@@ -239,9 +240,12 @@ class Turn:
     def __enter__(self) -> Turn:
         """Make this the current turn."""
         self._outer, _CURRENT.turn = _CURRENT.turn, self
+        own = self.module.__dict__
         if isinstance(self.module, _DropoutNd) and self.backward_pass.walked:
             if self.call.settings["training"] and self.call.input_edges[0]:
-                self.module.__dict__[MASK] = self._drawn_mask()
+                own[MASK] = self.pulled(torch.ones_like(self.call.outputs[0]))[0]
+        elif self.call.is_loss:
+            own[SLOPE] = self._slope
         self._state = as_called(self.call)
         self._state.__enter__()
         return self
@@ -250,15 +254,33 @@ class Turn:
         """Return to the turn that was current before."""
         _CURRENT.turn = self._outer
         self._state.__exit__(*exc_info)
-        self.module.__dict__.pop(MASK, None)
+        for name in (MASK, SLOPE):
+            self.module.__dict__.pop(name, None)
 
-    def _drawn_mask(self) -> Tensor:
-        """Ask the graph for the mask of a dropout layer, which values do not tell."""
+    def pulled(
+        self, column: Tensor, edges: Sequence[GradientEdge] = ()
+    ) -> list[Tensor | None]:
+        """Multiply with the call's transposed Jacobian, by the graph: as it was.
+
+        Args:
+            column: In the shape of the output.
+            edges: Where the products are wanted. Default: at the first input.
+
+        Returns:
+            The products, ``None`` for zero.
+        """
         entry = next(entry for entry in self._entries if entry.owner is self.call)
         edge = GradientEdge(torch._C._current_autograd_node(), entry.output_nr)
-        x, ones = self.call.input_edges[0], torch.ones_like(self.call.outputs[0])
+        column = column.reshape(shape_at(edge))
         with state().pull(), without_hooks(self.call.tensors()):
-            return pull(edge, x, ones)[0].detach()
+            found = pull(edge, edges or self.call.input_edges[0], column)
+        return [x if x is None else x.detach() for x in found]
+
+    def _slope(self) -> Tensor | None:
+        """Differentiate a loss by the prediction; ``None`` if that has no graph."""
+        if self.call.input_edges[0] is None:
+            return None
+        return self.pulled(torch.ones_like(self.call.outputs[0]))[0]
 
     @cached_property
     def row(self) -> Row:

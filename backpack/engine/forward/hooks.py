@@ -11,7 +11,7 @@ import sys
 import threading
 from collections import OrderedDict
 from copy import copy
-from typing import Any, Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, is_grad_enabled, nn
@@ -323,7 +323,9 @@ def _record(
     constant: set[int] = set()  # outputs without samples: another way leads to them
     # what comes out of a layer that is looked at as a whole has no mark yet
     if len(outputs) > 1 and frame.row is None and tracker is not None:
-        constant = {id(x) for x in outputs if of_tensors.placement_of(x, tracker.key) is None}
+        constant = {
+            id(x) for x in outputs if of_tensors.placement_of(x, tracker.key) is None
+        }
         if len(constant) == len(outputs) and frame.tracker is not None:
             constant.clear()  # no other way leads to the model
     edges = edges_of(outputs, constant)
@@ -370,14 +372,18 @@ def _record(
             key = tracker.key
             several = len(key.inputs) > 1
             data = tensors_in((args, kwargs), depth=2) if several else ()
-            shared = bool(data) and all([of_tensors.may_be_shared(x, key) for x in data])
+            shared = bool(data) and all(
+                [of_tensors.may_be_shared(x, key) for x in data]
+            )
             for x, placement in zip(outputs, placements):
                 tracker.place(x, placement, shared)
         call.placements = placements
     if frame.tracker is not None and not call.is_loss:
         frame.tracker.note_outputs(outputs)
         call.n = frame.tracker.n
-        call.placements = [of_tensors.placement_of(x, frame.tracker.key) for x in outputs]
+        call.placements = [
+            of_tensors.placement_of(x, frame.tracker.key) for x in outputs
+        ]
     _attach(call, outputs, edges)
     return replaced
 

@@ -277,6 +277,8 @@ def _is_of_ours(names: Sequence[str]) -> bool:
     Returns:
         Whether it is known to have been started here.
     """
-    last = max((i for i, x in enumerate(names) if x == "torch.autograd.graph"), default=0)
+    last = max(
+        (i for i, x in enumerate(names) if x == "torch.autograd.graph"), default=0
+    )
     before = [name for name in names[:last] if not name.startswith("torch.autograd")]
     return bool(before) and before[-1].startswith("backpack.")

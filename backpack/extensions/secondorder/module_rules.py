@@ -93,7 +93,7 @@ class ApplyRules(ModuleExtension):
         producers = turn.producers(extension)
         if producers:
             linear = walk.linearize(turn, extension, producers, frozen)
-        elif turn.call.has_other_numbers:
+        elif turn.call.has_other_numbers or walk.repeats(turn):
             if not getattr(derivatives, "affine_in_params", False):
                 walk.check_repeats(turn, extension, frozen)
         for name, param in turn.parameters:

@@ -17,12 +17,15 @@ from backpack.core.layout import halves, has_bit
 from backpack.core.linearization import Columns, Linearization, freeze_at
 from backpack.core.table import GENERIC, works_in_place
 from backpack.engine.backward.turn import Turn, refuse_operation
+from backpack.engine.nodes.constants import edge_of
+from backpack.engine.nodes.graph import leaves_behind
+from backpack.engine.nodes.vjp import pull
 from backpack.extensions.backprop_extension import BackpropExtension
 from backpack.utils.disable import disable
 from backpack.utils.errors import raise_error_if_coupled
-from backpack.utils.hooks import message
-from backpack.utils.state import ask
-from backpack.utils.types import Layer
+from backpack.utils.hooks import message, without_hooks
+from backpack.utils.state import ask, may_look
+from backpack.utils.types import Layer, dense, kind
 
 IN_PLACE = (
     "{ext}: {module} has overwritten its input (inplace=True), which its derivatives "
@@ -66,13 +69,20 @@ def freeze_call(turn: Turn) -> Module:
     """
     call = turn.call
     frozen = freeze_at(call.module, call.arguments, call.outputs[0], call.precision)
-    if not call.is_output_unchanged and not _repeats(turn):
+    if not call.is_output_unchanged and not repeats(turn):
         frozen.__dict__[stored.OVERWRITTEN] = True
     return frozen
 
 
-def _repeats(turn: Turn) -> bool:
-    """Tell whether a forward pass of which little is known has to be repeated."""
+def repeats(turn: Turn) -> bool:
+    """Tell whether a forward pass of which little is known has to be repeated.
+
+    Args:
+        turn: The call's turn.
+
+    Returns:
+        Whether its module has no rule, or one that does not cover the call.
+    """
     row, names = turn.row, turn.call.parameters
     return row is GENERIC or not all(row.covers(turn.module, name) for name in names)
 
@@ -149,7 +159,7 @@ def linearize(
     """
     g_out: Any = turn.g_out
     linear = Linearization(turn.row.derivatives, frozen, g_out, positions)
-    is_repeated = linear.is_joint or _repeats(turn)
+    is_repeated = linear.is_joint or repeats(turn)
     if is_repeated or turn.call.has_other_numbers:
         check_repeats(turn, extension, frozen)
     if is_repeated and extension.separates_samples:
@@ -172,8 +182,11 @@ def check_repeats(turn: Turn, extension: BackpropExtension, frozen: Layer) -> No
         RuntimeError: If the module does not give its output again.
     """
     try:
-        with torch.no_grad(), disable():
-            stored.repeat(frozen, stored.stored_inputs(frozen))
+        with torch.set_grad_enabled(repeats(turn)), disable():
+            if repeats(turn):
+                _check_slopes(turn, frozen)
+            else:
+                stored.repeat(frozen, stored.stored_inputs(frozen))
     except RuntimeError as error:
         if type(error) is not RuntimeError:  # memory was short
             raise
@@ -181,6 +194,35 @@ def check_repeats(turn: Turn, extension: BackpropExtension, frozen: Layer) -> No
         if turn.call.has_other_numbers:
             text = message(OTHER_NUMBERS, ext=extension, module=frozen)
         raise RuntimeError(text) from error
+
+
+def _check_slopes(turn: Turn, frozen: Layer) -> None:
+    """Refuse calls that have other derivatives now, in what nothing else leads to."""
+    call = turn.call
+    inputs = [(i, edge) for i, edge in enumerate(call.input_edges) if edge is not None]
+    behind = {id(x) for _, edge in inputs for x in leaves_behind(edge.node)}
+    params = [p for _, p in turn.parameters if p.is_leaf and id(p) not in behind]
+    if (
+        len(inputs) > 1
+        or inputs
+        and not call.arguments[inputs[0][0]].is_floating_point()
+    ):
+        inputs = []  # one may have been made of another; of complex ones, nothing is
+    xs, y = stored.evaluate(frozen, [i for i, _ in inputs])
+    if not may_look(y) or not (y.requires_grad and y.is_floating_point()):
+        return
+    # drawing them must not change the user's random numbers
+    generator = torch.Generator(y.device).manual_seed(0)
+    column = torch.rand(y.shape, generator=generator, **kind(y)) + 0.5
+    edges = [*[edge for _, edge in inputs], *map(edge_of, params)]
+    with without_hooks(params):
+        found = pull(y, [*xs, *params], column) if edges else ()
+    column = column.to(call.outputs[0].dtype)
+    for x, own, like in zip(found, turn.pulled(column, edges), [*xs, *params]):
+        if x is not None or own is not None:
+            zero = torch.zeros_like(like)
+            pair = (zero if z is None else dense(z) for z in (x, own))
+            stored.check_slope(frozen, *pair)
 
 
 def check_samples_kept(linear: Linearization, extension: BackpropExtension) -> None:

@@ -359,8 +359,8 @@ def repeat(
     else:
         run = partial(scratch.forward, *args, **kwargs)
     if is_traced() or not is_checked:
-        elsewhere = nullcontext() if is_traced() else drawn_elsewhere()
-        with state().default_device(), _Repeating(), elsewhere:
+        unnoticed: Any = nullcontext() if is_traced() else drawn_elsewhere()
+        with state().default_device(), _Repeating(), unnoticed:
             output = run()
         return checked(module, output) if is_checked else first_tensor(output)
     generator = generator_of(module.output.device)

@@ -29,7 +29,7 @@ from backpack.core.derivatives.generic import tensor_outputs
 from backpack.core.table import find_loss_module, find_row
 from backpack.engine.forward import layer_calls
 from backpack.engine.forward.tracking import Tracker
-from backpack.engine.nodes.constants import edge_of, edges_of
+from backpack.engine.nodes.constants import are_apart, edge_of, edges_of
 from backpack.engine.nodes.graph import VIEW, is_leaf, note_tangent, on_one_node
 from backpack.engine.nodes.record import Call, CallRef, clear_stored
 from backpack.engine.nodes.saved import Held
@@ -80,7 +80,7 @@ class _Thread(threading.local):
         self.returned: list[tuple[Module | None, CallRef]] = []
         self.tracker: Tracker | None = None
         self.graphless = Modules()
-        self.held: Held | None = None  # while a checkpoint is repeated for us
+        self.held: list[Held] = []  # while a checkpoint is repeated for us
 
 
 _THREAD = _Thread()
@@ -117,8 +117,8 @@ def forget_interrupted(python_frame: Any = None) -> None:
         python_frame: From where to look for calls that led here. Default: the caller.
     """
     frames = _THREAD.frames
-    if _THREAD.held is not None:
-        _THREAD.held = _THREAD.held.release()
+    while _THREAD.held:
+        _THREAD.held.pop().release()
     while frames and not _is_running(frames[-1], python_frame or sys._getframe(1)):
         _leave_last()
 
@@ -171,8 +171,8 @@ def enter_call(
     if steps_aside():
         if not disable.should_store_io():
             PLAIN.add(module)
-        elif state().pulling and _THREAD.held is None and _is_repeated():
-            _THREAD.held = Held(module)
+        elif state().pulling and not _THREAD.held and _is_repeated():
+            _THREAD.held.append(Held(module))
         return None
     PLAIN.discard(module)
     caller = _caller()
@@ -252,8 +252,8 @@ def leave_call(
     if is_dynamo_compiling():
         traced = not is_grad_enabled() or _is_opaque()
         return None if traced else untraced(leave_call, module, args, kwargs, output)
-    if _THREAD.held is not None and _THREAD.held.module is module:
-        _THREAD.held = _THREAD.held.release()
+    if _THREAD.held and _THREAD.held[-1].module is module:
+        _THREAD.held.pop().release()
     frame = _pop_frame(module, _caller()) if _THREAD.frames else None
     if type(kwargs) is _Guard:
         kwargs = dict(kwargs)  # the record would keep what keeps the record
@@ -329,7 +329,7 @@ def _record(
         if len(constant) == len(outputs) and frame.tracker is not None:
             constant.clear()  # no other way leads to the model
     edges = edges_of(outputs, constant)
-    is_apart = len(outputs) > 1 and _differ(edges)
+    is_apart = len(outputs) > 1 and are_apart(edges)
     if is_apart and (find_row(module) or not RULED.isdisjoint(type(module).__mro__)):
         # a rule needs the gradients at all of them; others see no copies
         marks = [of_tensors.mark_of(x) for x in outputs]
@@ -402,13 +402,6 @@ def _note_function(func: Any, args: tuple, kwargs: dict[str, Any], out: Tensor) 
         _THREAD.returned.append((None, CallRef(call)))
         layer_calls.note_prediction(call)
         _attach(call, [out], edges)
-
-
-def _differ(edges: list[GradientEdge | None]) -> bool:
-    """Tell whether outputs sit at different nodes of the graph, or twice at a place."""
-    places = [(edge.node, edge.output_nr) for edge in edges if edge is not None]
-    nodes = {node for node, _ in places}
-    return len(nodes) > 1 or len(set(places)) < len(places)
 
 
 def _comes_late(module: Module) -> bool:

@@ -127,6 +127,20 @@ def edges_of(
     ]
 
 
+def are_apart(edges: Iterable[GradientEdge | None]) -> bool:
+    """Tell whether outputs sit at different nodes of the graph, or twice at a place.
+
+    Args:
+        edges: Where each does, if it does.
+
+    Returns:
+        Whether that is so.
+    """
+    places = [(edge.node, edge.output_nr) for edge in edges if edge is not None]
+    nodes = {node for node, _ in places}
+    return len(nodes) > 1 or len(set(places)) < len(places)
+
+
 def has_views(x: Tensor) -> bool:
     """Tell whether a tensor has views, which nested and sparse ones don't have.
 

@@ -157,7 +157,11 @@ COUPLINGS: Dict[str, Tuple[Callable, str]] = {  # of x [N, D], and what is named
         r"lerp|getitem|index",
     ),
     "mean": (lambda m, x: x - x.mean(0), r"mean"),
-    "function": (lambda m, x: Centered.apply(x), r"centered"),
+    "function": (lambda m, x: Centered.apply(x), r"met in `Centered`"),
+    "function-in-another-class": (  # which no mode sees
+        lambda m, x: Centered.apply(x).as_subclass(Tensor),
+        r"met in `Centered`",
+    ),
     "function-of-a-number": (lambda m, x: ComparedByNumber.apply(x), r"compared"),
     "mean-of-everything": (lambda m, x: x - x.mean(), r"mean"),
     "sum": (lambda m, x: x / (3 + x.sum(0)), r"sum"),
@@ -1351,6 +1355,8 @@ FUSED_TOGETHER: Dict[str, Callable[[Tensor], Tensor]] = {
     "distances": lambda f: torch.pdist(f).square().sum(),
     "square-of-the-mean": lambda f: f.mean(0).square().sum(),
     "norm": lambda f: f.norm(),
+    "variance": lambda f: (f - f.mean(0)).square().sum(),
+    "neighbours": lambda f: (f * f.flip(0)).sum(),
 }
 
 

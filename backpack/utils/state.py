@@ -365,3 +365,14 @@ def _stash(new: State) -> None:
     if sys.getrefcount(new) == references:
         # before torch 2.12, PyTorch gives up a reference that it has never taken
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(new))
+
+
+def in_function() -> bool:
+    """Tell whether a function with a backward of its own is running.
+
+    Returns:
+        Whether it is. No graph is made there.
+    """
+    if torch.is_grad_enabled() or torch.is_inference_mode_enabled():
+        return False
+    return not torch._C._is_fwd_grad_enabled()  # which `no_grad` leaves as it is

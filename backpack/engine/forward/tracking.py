@@ -64,7 +64,6 @@ from backpack.engine.samples.placements import (
     Finder,
     Mark,
     Pass,
-    in_function,
     in_key,
     mark_of,
     may_be_shared,
@@ -75,6 +74,7 @@ from backpack.engine.samples.trials import Operands, Performed
 from backpack.engine.samples.views import View, in_base, in_view, made_base
 from backpack.utils.compiling import is_indivisible, skipped, untraced
 from backpack.utils.hooks import modules_in, parameters_of
+from backpack.utils.state import in_function
 from backpack.utils.types import decides, handed_on, tensors_in, version_of
 
 _SHAPELESS = {UninitializedParameter, UninitializedBuffer}  # of lazy layers
@@ -154,7 +154,7 @@ class Tracker(LowMode):
             if kind.name == "register_hook" and len(args) == 2:
                 args = args[0], guard(*args, self._finder.of(args[0]) is None)
             elif kind.reads and in_function() and self._finder.of(args[0]) is not None:
-                self._finder.is_unsure = True
+                self._finder.is_unsure = self._finder.has_read = True
             elif kind.name in ("backward", "grad") and self.context is not None:
                 if not is_of_inputs(kind.name, args, kwargs):
                     with self.context:
@@ -177,7 +177,7 @@ class Tracker(LowMode):
         func, _, args, kwargs, run = request
         data: list[Tensor] = []
         constants: list[Tensor] = []
-        key = [func, self.n, is_grad_enabled()]
+        key = [func, self.n, is_grad_enabled() or -in_function()]
         with _UNSEEN():
             self._look(args, key, data, constants)
             if kwargs:
@@ -235,7 +235,7 @@ class Tracker(LowMode):
         """Tell whether what was seen inside of a function holds for its result."""
         unsure = self._finder.is_unsure
         if isinstance(placement, Mixed) and MEETING not in x.grad_fn.metadata:
-            unsure = unsure or not self._summands.has_parts(x)
+            unsure = self._finder.has_read or not self._summands.has_parts(x)
         if unsure:
             vars(x).pop(MARK, None)  # inside, nothing had a gradient
             return False
@@ -271,7 +271,7 @@ class Tracker(LowMode):
 
     def _of_view(self, x: Tensor, base: Tensor) -> Placement:
         """Tell where the samples are that were written to the base of a view."""
-        placement = self._finder.of(base)
+        placement = self.find_placement(base)
         if placement is not None:
             if not isinstance(placement, Mixed):
                 with _UNSEEN(), torch.no_grad():

@@ -48,7 +48,7 @@ from backpack.engine.samples.picked import INDEXES
 from backpack.engine.samples.rules import beside_samples, quick_rule, rule
 from backpack.engine.samples.trials import Performed, Trial
 from backpack.utils.parallel import communicates
-from backpack.utils.state import out_of_sight, state
+from backpack.utils.state import in_function, out_of_sight, state
 from backpack.utils.types import is_inexact, tensors_in, version_of
 
 FORGET: list[Any] = []  # makes a key that nothing is remembered by: it has no hash
@@ -208,7 +208,9 @@ class Finder:
         n: Number N of samples.
         key: Stands for the forward pass, in tensors' marks.
         dropped: Where samples have met in something without a gradient.
-        is_unsure: Whether numbers were read inside of a function of one's own.
+        is_unsure: Whether they did so inside of a function of one's own, or numbers
+            were read there. What it has computed may have a gradient after all.
+        has_read: Whether the latter.
     """
 
     # placements of the results, and their shapes
@@ -225,7 +227,7 @@ class Finder:
         """
         self.n, self.key, self._keeps_met = key.n, key, keeps_met
         self.dropped: Mixed | None = None
-        self.is_unsure = False
+        self.is_unsure = self.has_read = False
 
     def of(self, x: Tensor) -> Placement:
         """Return where a tensor's samples are.
@@ -251,7 +253,7 @@ class Finder:
         Returns:
             Those that decide.
         """
-        own = [x for x in data if x.requires_grad]
+        own = [] if in_function() else [x for x in data if x.requires_grad]
         if any(isinstance(self.of(x), Tensor) for x in own):
             if name in POINTWISE or name in SELECTING:
                 return data
@@ -485,8 +487,9 @@ class Finder:
         if True not in mixed or self._keeps_met:
             return found
         self.dropped = self.dropped or found[mixed.index(True)]
-        if in_function():
-            return found  # what comes out may have one
+        if in_function():  # what comes out may have one
+            self.is_unsure = True
+            return found
         return [None if lost else p for p, lost in zip(found, mixed)]
 
     def _remember(
@@ -581,17 +584,6 @@ class Finder:
         args = x, tuple(parts) if len(parts) > 1 else parts[0]
         take = Tensor.__getitem__
         return Performed(take, "__getitem__", args, {}, done.outs, data)
-
-
-def in_function() -> bool:
-    """Tell whether a function with a backward of its own is running.
-
-    Returns:
-        Whether it is. No graph is made there.
-    """
-    if torch.is_grad_enabled() or torch.is_inference_mode_enabled():
-        return False
-    return not torch._C._is_fwd_grad_enabled()  # which `no_grad` leaves as it is
 
 
 def _of_inputs(name: str, placement: Placement) -> Mixed:

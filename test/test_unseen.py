@@ -12,6 +12,7 @@ from typing import Any, Callable, Dict, Tuple
 import pytest
 import torch
 from cases import Tensors, make_extension
+from oracle import assert_agrees
 from per_sample import (
     F64,
     FIRST_ORDER,
@@ -31,6 +32,7 @@ from per_sample import (
 )
 from torch import Tensor, nn
 from torch.autograd import grad
+from torch.func import functional_call
 from torch.nn import Module
 from torch.nn import functional as F
 
@@ -633,3 +635,56 @@ def test_derivative_by_parameters() -> None:
         ),
     )
     assert_refused(row, "BatchGrad", "samples have met in `mm`")
+
+
+class Times(torch.autograd.Function):
+    """A product with a matrix."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+        """Multiply."""
+        ctx.save_for_backward(x, w)
+        return x @ w
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tuple[Tensor, Tensor]:
+        """Differentiate."""
+        x, w = ctx.saved_tensors
+        return g @ w.mT, x.mT @ g
+
+
+# How a matrix is used; in a derivative alone, a layer's weight is not in the value
+TAKEN: Dict[str, Callable[[Module, Tensor], Tensor]] = {
+    "function": lambda m, x: Times.apply(m.f(x), m.g.weight),
+    "function-of-an-expression": lambda m, x: Times.apply(m.f(x), m.g.weight * 2),
+    "derivative": lambda m, x: by_input(lambda z: m.g((m.f(x) * z).sin()), x),
+}
+
+
+@pytest.mark.parametrize("given", ["own", "given", "plain"])
+@pytest.mark.parametrize("name", TAKEN)
+def test_leaves_in_the_place_of_parameters(name: str, given: str) -> None:
+    """What a functional call is given, or a module holds, counts as a parameter."""
+    layers = {"f": nn.Linear(D, D), "g": nn.Linear(D, D, bias=False)}
+    model, x = Lambda(TAKEN[name], **layers).to(F64), torch.randn(N, D, dtype=F64)
+    leaves = dict(model.named_parameters())
+    if given == "given":
+        leaves = {n: p.detach().requires_grad_() for n, p in leaves.items()}
+    elif given == "plain":
+        for n, p in leaves.items():
+            layer, _, key = n.partition(".")
+            leaves[n] = p.detach().requires_grad_()
+            delattr(layers[layer], key)
+            setattr(layers[layer], key, leaves[n])
+
+    def call(x: Tensor) -> Tensor:
+        return functional_call(model, leaves, (x,)) if given == "given" else model(x)
+
+    rows = [call(z[None]).square().sum() for z in x]
+    params = [p for n, p in leaves.items() if n != "f.bias" or name != "derivative"]
+    expected = [torch.autograd.grad(row, params) for row in rows]
+    extend(model)
+    with backpack(BatchGrad()):
+        call(x).square().sum().backward()
+    for p, parts in zip(params, zip(*expected)):
+        assert_agrees(p.grad_batch, torch.stack(parts))

@@ -20,12 +20,11 @@ from backpack.core.layout import Mixed, reshaped, sample_numbers, spans
 from backpack.engine.backward.inspection import Inspection
 from backpack.engine.backward.terms import adds_up, is_sum, is_term, tail_terms
 from backpack.engine.nodes import graph
-from backpack.engine.nodes.constants import edge_of
+from backpack.engine.nodes.constants import CONSTANT, edge_of
 from backpack.engine.nodes.met import refuse
 from backpack.engine.nodes.uses import Use, is_noted
 from backpack.engine.nodes.vjp import is_function, kind_of
 from backpack.engine.samples.gaps import (
-    CONSTANT,
     IN_PLACE,
     differ,
     explain_parents,
@@ -302,7 +301,9 @@ def never_seen(inspection: Inspection, known: set[int]) -> list[Tensor]:
         watched = not known.isdisjoint(map(id, params))
         if watched or not called.isdisjoint(map(id, modules)):
             found.update({id(p): reached[id(p)] for p in params if id(p) in reached})
-    return list(found.values())
+    # and what was given in parameters' places, or is none
+    taken = [p for p in reached.values() if CONSTANT in edge_of(p).node.metadata]
+    return list({**found, **{id(p): p for p in taken}}.values())
 
 
 Places = dict[Node, dict[int, list[Node]]]

@@ -32,6 +32,7 @@ from backpack.engine.nodes.constants import (
     edge_of,
     has_views,
     in_written,
+    note_leaves,
     note_parts,
     stand_in,
 )
@@ -241,6 +242,7 @@ class Tracker(LowMode):
             return False
         known = Known(placement, self.n)
         x.grad_fn.metadata.setdefault(KNOWN, {})[x.output_nr] = known
+        note_leaves(x.grad_fn, self._finder.of)
         note_functions(x, known)
         return True
 

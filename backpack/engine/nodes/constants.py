@@ -26,6 +26,7 @@ from backpack.engine.nodes.functions import (
 from backpack.utils.parallel import is_in_place
 from backpack.utils.types import are_redefined, common_shape, is_inexact
 
+CONSTANT = "backpack.constant"  # where a node keeps that no sample is behind it
 Within = Callable[[Placement, int, "Tensor | None"], Placement]
 
 
@@ -79,6 +80,8 @@ class Constant:
         """
         self.leaf = x if x.grad_fn is None or is_in_place(x) else None
         self.source = None if self.leaf is x else edge_of(x)
+        if x.grad_fn is None and not isinstance(x, Parameter):  # nor an input
+            edge_of(x).node.metadata.setdefault(CONSTANT, True)
         self.stand_in, self.key, self.shape = stand_in, key, x.shape
         self.spread: GradientEdge | None = None
         self.within: Within | None = None
@@ -125,6 +128,19 @@ def edges_of(
         edge_of(x) if x.requires_grad and id(x) not in constant else None
         for x in outputs
     ]
+
+
+def note_leaves(node: Node, of: Callable[[Tensor], Placement]) -> None:
+    """Remember which leaves that a function has taken stand for no data.
+
+    Args:
+        node: The function's node.
+        of: Tells where the samples of a tensor are.
+    """
+    for parent, _ in node.next_functions:
+        leaf = getattr(parent, "variable", None)
+        if leaf is not None and of(leaf) is None:
+            parent.metadata.setdefault(CONSTANT, True)
 
 
 def are_apart(edges: Iterable[GradientEdge | None]) -> bool:

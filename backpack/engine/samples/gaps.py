@@ -18,7 +18,7 @@ from torch.nn import Parameter
 from backpack.core.layout import FIRST, Layout, Mixed, Placement, agree, reshaped
 from backpack.core.operations import Operation, find_operation
 from backpack.engine.nodes import graph
-from backpack.engine.nodes.constants import Constant, edge_of
+from backpack.engine.nodes.constants import CONSTANT, Constant, edge_of
 from backpack.engine.nodes.functions import BY_STRIDES
 from backpack.engine.nodes.uses import Use, is_noted
 from backpack.engine.nodes.vjp import is_function
@@ -29,7 +29,6 @@ from backpack.utils.parallel import SINKS, communicates
 from backpack.utils.state import out_of_sight
 from backpack.utils.types import tensors_in
 
-CONSTANT = "backpack.constant"  # where a node keeps that no sample is behind it
 IN_PLACE = "in place of a parameter"  # and this, if all the same some may be
 KNOWN = "backpack.known"  # where a node keeps what was found of its outputs
 ASKED = "backpack.asked"  # behind which of its outputs functions were looked for
@@ -525,7 +524,7 @@ def sources_of(
         if place in seen:
             continue
         seen.add(place)
-        if CONSTANT in node.metadata:
+        if CONSTANT in node.metadata and not graph.is_leaf(node):
             continue
         edge = GradientEdge(node, number)
         found = _known_at(edge)
@@ -590,7 +589,7 @@ def _leaf(node: Node) -> Source | None:
     mark = getattr(x, MARK, None)
     if mark:
         known = Known(mark[1], mark[0].n)
-    elif isinstance(x, Parameter) or not x.dim():
+    elif isinstance(x, Parameter) or not x.dim() or CONSTANT in node.metadata:
         return None  # or a number, like a temperature
     elif x.is_nested:
         known = Known(NESTED, x.size(0))

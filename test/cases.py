@@ -347,6 +347,24 @@ class SoftMaximum(Module):
         return ((prediction - target) ** 2).logsumexp(1).sum()
 
 
+class OwnSlope(Module):
+    """A user's own convex loss, the slope of a function that it differentiates."""
+
+    def forward(self, prediction: Tensor, target: Tensor) -> Tensor:
+        """Compute the loss.
+
+        Args:
+            prediction: Prediction.
+            target: Target of the same shape.
+
+        Returns:
+            Scalar.
+        """
+        x = prediction.clone()
+        (slope,) = torch.autograd.grad((x**2).sum(), x, create_graph=True)
+        return (slope - target).square().mean()
+
+
 def layer_case(
     id: str, layer: Callable[[], Module], X: Callable, ambiguous: bool = False
 ) -> Case:
@@ -896,6 +914,7 @@ OTHER_LOSSES = [
     ),
     loss_case("log_cosh", LogCosh, like),
     loss_case("soft_maximum", SoftMaximum, like),
+    loss_case("own_slope", OwnSlope, like),
 ]
 
 LAYER_CASES = [

@@ -110,6 +110,26 @@ def run(
         value(out, model).backward()
 
 
+class OfSlopes(nn.Module):
+    """A loss that differentiates the prediction by the model's inputs."""
+
+    def __init__(self, x: Tensor) -> None:
+        """Store the inputs."""
+        super().__init__()
+        self.x = x
+
+    def forward(self, f: Tensor, y: Tensor) -> Tensor:
+        """Penalize the derivative."""
+        (slope,) = torch.autograd.grad(f.sum(), self.x, create_graph=True)
+        return F.cross_entropy(f, y) + slope.square().sum()
+
+
+def of_slopes() -> None:
+    """Run a second-order extension with such a loss."""
+    x = torch.randn(N, 3, requires_grad=True)
+    run(mlp(), DiagGGNExact(), loss=OfSlopes(x), x=x)
+
+
 class Slotted:
     """An object without a dictionary, which nobody can look into."""
 
@@ -946,6 +966,13 @@ SAMPLES: Dict[str, Row] = {
         "BatchJacobian: .* output of Layers",
         "different numbers of features",
         "Return a tensor in which each sample has as many entries",
+    ),
+    "loss-that-differentiates-its-prediction": Row(
+        of_slopes,
+        NotImplementedError,
+        "OfSlopes",
+        "by something that led to it",
+        "return it as a part of the prediction",
     ),
     "jacobian-of-an-object": Row(
         lambda: run(

@@ -1791,3 +1791,22 @@ def test_classes_that_change_nothing(
         oracle.assert_agrees(q.batch_l2, p.batch_l2, "batch_l2")
         for factor, expected in zip(q.kflr, p.kflr):
             oracle.assert_agrees(factor, expected, "kflr")
+
+
+def test_hook_of_a_class_that_changes_nothing() -> None:
+    """A model's hook on such a tensor sees and changes gradients as on any other."""
+
+    def forward(m: Module, x: Tensor) -> Tensor:
+        z = m.g(m.f(x).as_subclass(m.cls))
+        z.register_hook(lambda g: -2 * g)
+        return z.as_subclass(Tensor)
+
+    x, fields = torch.randn(3, D, dtype=F64), []
+    layers = {"f": nn.Linear(D, D).to(F64), "g": nn.Linear(D, D).to(F64)}
+    for cls in (Tensor, Noted):
+        model = extend(Lambda(forward, cls=cls, **layers))
+        with backpack(BatchGrad()):
+            model(x).square().sum().backward()
+        fields.append([p.grad_batch for p in model.parameters()])
+    for found, expected in zip(*fields):
+        oracle.assert_agrees(found, expected, "grad_batch")

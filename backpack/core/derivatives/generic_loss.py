@@ -64,6 +64,12 @@ NOT_TWICE = (
     "quantities need. Write the loss with operations that are twice differentiable."
 )
 
+DERIVES = (
+    "{module}: the loss differentiates its prediction by something that led to it "
+    "({error}). Its Hessian at the prediction does not contain that: compute the "
+    "derivative in the model, and return it as a part of the prediction."
+)
+
 NOT_ITS_SLOPE = (
     "{module}: the second derivative that autograd gives is not the derivative of the "
     "loss's gradient. A function of your own uses in `backward` what `forward` has "
@@ -185,8 +191,9 @@ class GenericLossDerivatives(BaseLossDerivatives):
         inputs = loss_inputs(module)
         if inputs[0].is_complex():
             raise NotImplementedError(message(COMPLEX, module=module))
-        with torch.no_grad():  # in float64, the value may be another
-            repeat(module, inputs, _without_hooks(module))
+        given = inputs[0].detach().requires_grad_(), *inputs[1:]
+        with torch.enable_grad(), _naming(module):  # in float64, values may be others
+            repeat(module, given, _without_hooks(module))
         prediction, *others = map(_to_double, inputs)
         prediction, create_graph = as_leaf(prediction)
 
@@ -388,13 +395,17 @@ def _couples(prediction: Tensor, mat_prod: MatProd) -> bool:
 
 @contextmanager
 def _naming(module: Layer) -> Iterator[None]:
-    """Name the loss where autograd knows no second derivative of an operation."""
+    """Name the loss where autograd knows no second derivative, or not even a first."""
     try:
         yield
     except RuntimeError as error:
-        if "not implemented" in str(error) or "differentiate twice" in str(error):
+        said = str(error)
+        if "not implemented" in said or "differentiate twice" in said:
             text = message(NOT_TWICE, module=module)
             raise NotImplementedError(f"{text} ({error})") from error
+        if "not have been used" in said or "does not require grad" in said:
+            text = message(DERIVES, module=module, error=error)
+            raise NotImplementedError(text) from error
         raise
 
 

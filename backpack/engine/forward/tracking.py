@@ -153,7 +153,7 @@ class Tracker(LowMode):
             if kind.name in ("register_hook", "retain_grad") and args[0].grad_fn:
                 note_seen(args[0])
             if kind.name == "register_hook" and len(args) == 2:
-                args = args[0], guard(*args, self._finder.of(args[0]) is None)
+                args = args[0], guard(*args, self.find_placement(args[0]) is None)
             elif kind.reads and in_function() and self._finder.of(args[0]) is not None:
                 self._finder.is_unsure = self._finder.has_read = True
             elif kind.name in ("backward", "grad") and self.context is not None:

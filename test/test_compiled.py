@@ -1239,3 +1239,38 @@ def test_unseen_numbers(request: pytest.FixtureRequest, case: str, name: str):
         return
     for what, value in expected.items():
         assert_agrees(found[what], value, what, rtol=1e-6 if case == "alike" else 1e-8)
+
+
+class OwnCrossEntropy(Module):
+    """A loss of one's own, whose Hessian is that of a rule."""
+
+    reduction = "mean"
+
+    def forward(self, f: Tensor, y: Tensor) -> Tensor:
+        """Average."""
+        return F.cross_entropy(f, y)
+
+
+@pytest.mark.parametrize("plain", [False, True], ids=["", "after-a-plain-pass"])
+@pytest.mark.parametrize("name", ["DiagGGNExact", "KFLR", "DiagHessian", "KFAC"])
+def test_own_loss(name: str, plain: bool, monkeypatch: pytest.MonkeyPatch):
+    """What was found out of a loss, by random numbers, is no part of the step."""
+    monkeypatch.setattr("backpack.utils.state._ANSWERS", {})
+    ext, step = make(name), Step(loss=OwnCrossEntropy())
+    if plain:
+        step.plain(ext)
+        step.taken(ext)
+    compare(step, step.traced(ext), [ext])
+
+
+@pytest.mark.usefixtures("cpu")
+@pytest.mark.parametrize("name", ["EKFAC", "DiagHessian", "KFAC"])
+def test_numbers_without_eigenvectors(name: str):
+    """What is not finite in a later step makes no number of the results."""
+    ext, step = make(name), Step()
+    traced = step.traced(ext)
+    X, *others = step.data
+    traced(X, *others)
+    traced(X.index_fill(0, torch.tensor(0), torch.nan), *others)
+    values = step.taken(ext).values()
+    assert any(x.isnan().any() for x in values)

@@ -410,10 +410,12 @@ class ByMode(Module):
         return x.sin() if self.training else x.cos()
 
 
-def released() -> None:
+def released(keeps: bool = True) -> None:
     """Run a second backward pass without retaining what it needs."""
     model, loss = extend(mlp()), extend(nn.CrossEntropyLoss())
     value = loss(model(torch.randn(N, 3)), Y)
+    if not keeps:
+        del loss
     with backpack(BatchGrad()):
         value.backward()
         value.backward()
@@ -1466,6 +1468,13 @@ PASSES: Dict[str, Row] = {
         released,
         RuntimeError,
         r"CrossEntropyLoss\(\)",
+        "dropped after an earlier backward pass",
+        r"`backward\(retain_graph=True\)`",
+    ),
+    "released-with-its-module": Row(
+        lambda: released(keeps=False),
+        RuntimeError,
+        "inputs and outputs of a module",
         "dropped after an earlier backward pass",
         r"`backward\(retain_graph=True\)`",
     ),

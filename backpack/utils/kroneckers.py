@@ -17,7 +17,7 @@ of E.
 from contextlib import suppress
 from functools import reduce
 from itertools import islice
-from math import prod
+from math import nan, prod
 from string import ascii_lowercase
 from typing import Any, Callable, Iterator, List, Optional, Sequence, Tuple, Union
 
@@ -298,6 +298,25 @@ def _with_eigenvalues(basis: Tensor, values: Tensor) -> Tensor:
     return (basis * values.unsqueeze(-2)) @ basis.mT
 
 
+def diagonalize(mat: Tensor) -> Tuple[Tensor, Tensor]:
+    """Diagonalize symmetric matrices; where numbers must not be looked at, all of them.
+
+    Args:
+        mat: Matrices ``[*, D, D]``.
+
+    Returns:
+        Eigenvalues ``[*, D]`` and eigenvectors ``[*, D, D]``; NaN, if nobody may look.
+
+    Raises:
+        LinAlgError: If there are none, for such a matrix, and one may look.
+    """  # noqa: DAR401
+    if may_look(mat):
+        return eigh(mat)
+    lost = ~mat.isfinite().flatten(-2).all(-1)[..., None, None]
+    values, basis = eigh(mat.masked_fill(lost, 0.0))
+    return values.masked_fill(lost[..., 0], nan), basis.masked_fill(lost, nan)
+
+
 def _eigh(mat: Tensor) -> Tuple[Tensor, Tensor]:
     """Diagonalize a symmetric factor, in single precision or better.
 
@@ -318,7 +337,9 @@ def _eigh(mat: Tensor) -> Tuple[Tensor, Tensor]:
         )
     found, precise = None, full_precision(mat)
     with suppress(LinAlgError):
-        found = (precise, ones_like(precise)) if is_vector(mat) else eigh(precise)
+        found = (
+            (precise, ones_like(precise)) if is_vector(mat) else diagonalize(precise)
+        )
     if (found is None or may_look(mat)) and not mat.isfinite().all():
         reason = "it has entries that are NaN or infinite"
     elif found is None:

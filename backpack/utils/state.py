@@ -89,6 +89,7 @@ class State:
             its hooks; -1 outside of any.
         pulling: Whether columns are being pulled back, so that hooks must not run.
         quiet: Whether hooks of users must not run, either.
+        held: What stands in the place of what modules have, while they are repeated.
         calls: What a step that is recorded calls as a whole; ``None`` without such.
         deciding: Operations of such a step, and tensors whose numbers have decided
             where samples are; ``None`` without such.
@@ -116,6 +117,7 @@ class State:
         self.contexts: list[Any] = []
         self.inside = -1
         self.pulling = self.quiet = False
+        self.held: list[Any] = []
         self.calls: list[Any] | None = None
         self.deciding: list[tuple[str, Tensor]] | None = None
 
@@ -158,6 +160,8 @@ class State:
             raise NotImplementedError(text.format(exts=exts)) from error
         finally:
             self.pulling, self.quiet = before
+            while self.held and not self.pulling:
+                self.held.pop().release()
 
     def default_device(self) -> AbstractContextManager[Any]:
         """Restore the default device, which PyTorch's own mode hides in `backward`.
@@ -324,7 +328,8 @@ def ask(x: Tensor, key: Hashable, question: Callable[[], Any]) -> Any:
     if may_look(x, waits=True) or key not in _ANSWERS:
         if len(_ANSWERS) >= _MOST_ANSWERS:
             _ANSWERS.clear()
-        answer = _ANSWERS[key] = question()  # another thread may replace or forget it
+        answer = out_of_sight(question)()
+        _ANSWERS[key] = answer  # another thread may replace or forget it
         return answer
     return _ANSWERS[key]
 

@@ -20,6 +20,7 @@ from backpack.core.layout import bits, has_bit
 from backpack.hessianfree.lop import pull_back, pull_columns
 from backpack.utils.errors import warn_user
 from backpack.utils.hooks import message
+from backpack.utils.kroneckers import diagonalize
 from backpack.utils.state import ask, may_look
 from backpack.utils.subsampling import Subsampling, subsample
 from backpack.utils.types import (
@@ -303,9 +304,9 @@ class GenericLossDerivatives(BaseLossDerivatives):
             eigenvalues = diagonal
             eigenvectors = torch.eye(diagonal.shape[1]).to(diagonal)
         else:
-            eigenvalues, eigenvectors = torch.linalg.eigh(hessian)
-            noise = 100 * hessian.shape[1] * torch.finfo(hessian.dtype).eps
-            noise = noise * eigenvalues.abs().amax(1, keepdim=True)
+            eigenvalues, eigenvectors = diagonalize(hessian)
+            eps: Any = 100 * hessian.shape[1] * torch.finfo(hessian.dtype).eps
+            noise = eps * eigenvalues.abs().amax(1, keepdim=True)
             eigenvalues = eigenvalues.where(eigenvalues.abs() > noise, 0.0)
 
         tolerance = TOLERANCE * eigenvalues.abs().max()

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, is_grad_enabled, nn
-from torch._C import _current_graph_task_id, _get_tracing_state
+from torch._C import _get_tracing_state
 from torch._C._functorch import peek_interpreter_stack
 from torch.autograd.graph import GradientEdge
 from torch.compiler import is_compiling, is_dynamo_compiling
@@ -28,11 +28,11 @@ from backpack.converter.function import FunctionModule
 from backpack.core.derivatives.generic import tensor_outputs
 from backpack.core.table import find_loss_module, find_row
 from backpack.engine.forward import layer_calls
+from backpack.engine.forward.repetitions import hold_call, is_repeated, may_change
 from backpack.engine.forward.tracking import Tracker
 from backpack.engine.nodes.constants import are_apart, edge_of, edges_of
 from backpack.engine.nodes.graph import VIEW, is_leaf, note_tangent, on_one_node
 from backpack.engine.nodes.record import Call, CallRef, clear_stored
-from backpack.engine.nodes.saved import Held
 from backpack.engine.nodes.uses import Entry, entries_at, is_whole, listen
 from backpack.engine.samples import placements as of_tensors
 from backpack.utils.compiling import (
@@ -80,7 +80,6 @@ class _Thread(threading.local):
         self.returned: list[tuple[Module | None, CallRef]] = []
         self.tracker: Tracker | None = None
         self.graphless = Modules()
-        self.held: list[Held] = []  # while a checkpoint is repeated for us
 
 
 _THREAD = _Thread()
@@ -100,14 +99,8 @@ def steps_aside() -> bool:
         or not disable.should_store_io()
         or peek_interpreter_stack() is not None
         or _get_tracing_state() is not None
-        or _is_repeated()
+        or is_repeated()
     )
-
-
-def _is_repeated() -> bool:
-    """Tell whether a backward pass runs this, which is not a hook with its context."""
-    task = _current_graph_task_id()
-    return task != -1 and task != state().inside
 
 
 def forget_interrupted(python_frame: Any = None) -> None:
@@ -117,8 +110,6 @@ def forget_interrupted(python_frame: Any = None) -> None:
         python_frame: From where to look for calls that led here. Default: the caller.
     """
     frames = _THREAD.frames
-    while _THREAD.held:
-        _THREAD.held.pop().release()
     while frames and not _is_running(frames[-1], python_frame or sys._getframe(1)):
         _leave_last()
 
@@ -171,8 +162,6 @@ def enter_call(
     if steps_aside():
         if not disable.should_store_io():
             PLAIN.add(module)
-        elif state().pulling and not _THREAD.held and _is_repeated():
-            _THREAD.held.append(Held(module))
         return None
     PLAIN.discard(module)
     caller = _caller()
@@ -252,8 +241,6 @@ def leave_call(
     if is_dynamo_compiling():
         traced = not is_grad_enabled() or _is_opaque()
         return None if traced else untraced(leave_call, module, args, kwargs, output)
-    if _THREAD.held and _THREAD.held[-1].module is module:
-        _THREAD.held.pop().release()
     frame = _pop_frame(module, _caller()) if _THREAD.frames else None
     if type(kwargs) is _Guard:
         kwargs = dict(kwargs)  # the record would keep what keeps the record
@@ -509,13 +496,17 @@ def scriptable(module: Module) -> Module:
         return module
     copies = {m: copy(m) for m in modules}
     for clone in copies.values():
-        own, state = (enter_call, leave_call, see_changes), vars(clone)
+        own, state = _own_hooks(), vars(clone)
         children = state["_modules"].items()
         state["_modules"] = {n: copies.get(c) for n, c in children}
         for hooks in ("_forward_hooks", "_forward_pre_hooks"):
             kept = {key: f for key, f in state[hooks].items() if f not in own}
             state[hooks] = OrderedDict(kept)
     return copies[module]
+
+
+def _own_hooks() -> tuple[Any, ...]:
+    return enter_call, leave_call, see_changes, hold_call
 
 
 def register_hooks(module: Module) -> None:
@@ -550,6 +541,9 @@ def register(root: Module, debug: bool = False) -> None:
             print(f"[DEBUG] Extending {f'{name}: ' if name else ''}{child}")
         child._backpack_extend = True
         register_hooks(child)
+        held = hold_call in child._forward_pre_hooks.values()
+        if not held and may_change(child, _own_hooks()):
+            HANDLES.append(child.register_forward_pre_hook(hold_call, prepend=True))
         if isinstance(child, GraphModule):
             note_copies(child, register)
     has_hook = is_hooked(root) or see_changes in root._forward_pre_hooks.values()

@@ -235,7 +235,9 @@ class Call:
             RuntimeError: If they were.
         """
         if self.released:
-            raise RuntimeError(RELEASED.format(module=name_module(self.module)))
+            module = self.module_ref()
+            name = "a module" if module is None else name_module(module)
+            raise RuntimeError(RELEASED.format(module=name))
 
     @property
     def module(self) -> Module:

@@ -14,7 +14,7 @@ from typing import Any, Callable, Iterable, Iterator, Sequence
 import torch
 from torch import Tensor
 from torch.autograd.graph import disable_saved_tensors_hooks, saved_tensors_hooks
-from torch.nn import Module, Parameter
+from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
@@ -193,37 +193,6 @@ def fetch(saved: Iterable[Saved]) -> None:
     for x in saved:
         if x not in fetched:
             fetched[x] = x.ask()
-
-
-class Held:
-    """What a module has, while a checkpoint repeats it for a product of ours.
-
-    Statistics and counters move once in a forward pass, and once where it is repeated
-    for the gradient.
-
-    Attributes:
-        module: The module.
-    """
-
-    def __init__(self, module: Module):
-        """Put copies in the place of buffers.
-
-        Args:
-            module: The module.
-        """
-        self.module = module
-        self._before = [(vars(x), dict(vars(x))) for x in module.modules()]
-        copies: dict[Tensor | None, Tensor | None] = {None: None}
-        for own, before in self._before:
-            own["_buffers"] = {
-                name: copies.setdefault(x, None if x is None else x.clone())
-                for name, x in before["_buffers"].items()
-            }
-
-    def release(self) -> None:
-        """Put everything back."""
-        for own, before in self._before:
-            own.update(before)
 
 
 def explain_failure(error: BaseException | None, extensions: Sequence[Any]) -> None:

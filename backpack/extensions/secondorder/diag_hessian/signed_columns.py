@@ -9,6 +9,7 @@ import torch
 from einops import einsum
 from torch import Tensor
 
+from backpack.utils.kroneckers import diagonalize
 from backpack.utils.state import may_look
 from backpack.utils.types import full_precision
 from backpack.utils.unsqueeze import flatten
@@ -24,7 +25,7 @@ def factor(matrices: Tensor) -> tuple[Tensor, Tensor]:
         Columns ``[H, N, H]`` and signs ``[H, N]``.
     """
     dtype = matrices.dtype
-    eigenvalues, eigenvectors = torch.linalg.eigh(full_precision(matrices))
+    eigenvalues, eigenvectors = diagonalize(full_precision(matrices))
     columns = eigenvectors * eigenvalues.abs().sqrt().unsqueeze(1)
     return columns.movedim(2, 0).to(dtype), eigenvalues.sign().T.to(dtype)
 

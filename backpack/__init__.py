@@ -178,9 +178,8 @@ class backpack(AbstractContextManager):  # noqa: N801
                 was, and hooks for gradients of parameters do not run. A single column
                 that all quantities are computed from may go through the model instead
                 of the gradient: who registers a hook for a tensor inside of the model,
-                or retains its gradient, shall do so in the forward pass. The model must
-                not be called by way of ``DistributedDataParallel``, which waits for
-                gradients; its ``no_sync()`` does not. Default: ``True``.
+                or retains its gradient, shall do so in the forward pass. Default:
+                ``True``.
 
         Raises:
             ValueError: If an argument is no instance of an extension, the extension

@@ -96,9 +96,10 @@ def reduce(
     - functions that multiply with a curvature matrix have to be called in every process
       at the same time, with the same columns.
 
-    ``KFRA`` is refused: its recursion multiplies averages over the batch. Sampled
-    quantities draw in each process; seed the processes differently, so that their draws
-    are independent.
+    Refused are ``KFRA``, whose recursion multiplies averages over the batch, ``EKFAC``
+    with eigenvectors of each process' own, ``BatchFactors``, and sums with weights that
+    are a function of norms, of a loss that is a mean. Sampled quantities draw in each
+    process; seed the processes differently, so that their draws are independent.
 
     Where the backward pass of some processes did not reach a parameter, as that of an
     expert without tokens, their samples count as zeros, as in a single process.

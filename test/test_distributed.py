@@ -726,7 +726,9 @@ REFUSED = {
         refuse(HBP("ggn", "exact", "sqrt", CHEN)), NotImplementedError, "HBP.*Use KFLR"
     ),
     "EKFAC": Refused(refuse(EKFAC()), NotImplementedError, "EKFAC.*basis="),
-    "factors": Refused(refuse(BatchFactors()), NotImplementedError, "BatchFactors.*"),
+    "factors": Refused(
+        refuse(BatchFactors()), NotImplementedError, "BatchFactors: .*BatchGrad"
+    ),
     "projections": Refused(
         refuse(BatchProjectGrad(2)), ValueError, "BatchProjectGrad.*generator"
     ),

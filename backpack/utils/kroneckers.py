@@ -299,17 +299,14 @@ def _with_eigenvalues(basis: Tensor, values: Tensor) -> Tensor:
 
 
 def diagonalize(mat: Tensor) -> Tuple[Tensor, Tensor]:
-    """Diagonalize symmetric matrices; where numbers must not be looked at, all of them.
+    """Diagonalize symmetric matrices; where nobody may look, also such of NaN.
 
     Args:
         mat: Matrices ``[*, D, D]``.
 
     Returns:
-        Eigenvalues ``[*, D]`` and eigenvectors ``[*, D, D]``; NaN, if nobody may look.
-
-    Raises:
-        LinAlgError: If there are none, for such a matrix, and one may look.
-    """  # noqa: DAR401
+        Eigenvalues ``[*, D]`` and eigenvectors ``[*, D, D]``.
+    """
     if may_look(mat):
         return eigh(mat)
     lost = ~mat.isfinite().flatten(-2).all(-1)[..., None, None]

@@ -41,9 +41,10 @@ from backpack.utils.hooks import EXTENDED, message, modules_in, names_of, parame
 from backpack.utils.state import may_look, out_of_sight
 
 NOT_EXTENDED_BATCH_NORM = (
-    "A {module} in training mode, which is not extended, couples the samples of the "
-    "batch, so that quantities of individual samples are not defined. Call `.eval()` "
-    "on it, or replace it with a layer that treats samples separately."
+    "A {module} in training mode, which is not extended, or is a function, couples the "
+    "samples of the batch, so that quantities of individual samples are not defined. "
+    "Call `.eval()` on it (`training=False` of `batch_norm`), or replace it with a "
+    "layer that treats samples separately."
 )
 SEPARATE_USE = (
     "Parameters are also used in terms of the loss that belong to no sample, like a "

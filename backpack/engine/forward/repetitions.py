@@ -46,7 +46,7 @@ def may_change(module: Module, hooks: Container[Any]) -> bool:
 
 
 @skipped
-def hold_call(module: Module, *_: Any) -> None:
+def hold_call(module: Module, args: Any) -> None:
     """Forward pre-hook, before all others: put copies in place for a repetition.
 
     What comes out of a hook that runs after the module is held back as well: until the
@@ -54,6 +54,7 @@ def hold_call(module: Module, *_: Any) -> None:
 
     Args:
         module: The module.
+        args: What it is called with.
     """
     if is_dynamo_compiling() or not is_repeated() or not state().pulling:
         return

@@ -36,6 +36,13 @@ OTHER_CURVATURE = (
 )
 
 
+IN_PROCESS = (
+    "BatchFactors: factors stay with the process that has the samples, in the scale of "
+    "its own loss, and `reduce` does not change them. Leave the extension out there; "
+    "`BatchGrad` gets the scale of the whole batch, and can be gathered."
+)
+
+
 class FactoredGradients:
     """Individual gradients of one parameter, kept as factors where these are smaller.
 
@@ -241,3 +248,6 @@ class BatchFactors(GradientReduction):
     @staticmethod
     def reduce(gradients: PerSample) -> Any:  # noqa: D102
         return FactoredGradients(gradients.gathered(lambda x, _: x.detach().clone()))
+
+    def over_shards(self, value: Any, piece: Any) -> Any:  # noqa: D102
+        raise NotImplementedError(IN_PROCESS)

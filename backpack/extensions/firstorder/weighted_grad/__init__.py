@@ -255,6 +255,8 @@ class WeightedGrad(GradientReduction):
             if real and weights.shape == (n,):
                 return weights
             found = f"{weights.dtype}, {weights.layout}, {list(weights.shape)}"
+        elif isinstance(weights, (dict, list, tuple)):  # of tensors, perhaps
+            found = f"a {type(weights).__name__} of {len(weights)}"
         raise ValueError(message(OTHER_WEIGHTS, ext=self, n=n, found=found))
 
     def over_shards(self, value: Tensor, piece: Piece) -> Tensor:

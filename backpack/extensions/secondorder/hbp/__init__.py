@@ -112,7 +112,8 @@ class HBP(WalkingExtension):
             loss_hessian_strategy: ``"exact"``, ``"sampling"`` or ``"sum"``.
             backprop_strategy: ``"average"`` for an average over the batch, ``"sqrt"``
                 for columns.
-            ea_strategy: Which expectations are taken to factorize.
+            ea_strategy: Which expectations are taken to factorize, one of
+                ``hbp_options.ExpectationApproximation.CHOICES``.
             savefield: Attribute of a parameter under which its value is saved.
                 Default: ``"hbp"``.
             weight_sharing: ``"expand"``, ``"reduce"`` or ``None``. Default: ``None``.

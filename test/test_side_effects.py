@@ -604,7 +604,7 @@ class Counts(Module):
         if hooked:
             getattr(self, f"register_forward_{hooked}")(moves)
         self.f, self.inside = nn.Linear(D, D), nn.Module()
-        self.calls = 0
+        self.calls, self.log, self.last = 0, [], torch.ones(D, dtype=F64)
         self.register_buffer("mean", torch.zeros(D, dtype=F64))
         self.inside.register_buffer("mean", self.mean)
         self.interrupted = False
@@ -614,10 +614,12 @@ class Counts(Module):
         x = self.f(x)
         with torch.no_grad():
             self.inside.mean.mul_(0.9).add_(x.mean(0))
+            self.last.mul_(1.1)
         self.calls += 1
+        self.log.append(self.calls)
         if self.interrupted:
             raise KeyboardInterrupt
-        return (x * self.mean).tanh()
+        return (x * self.mean * self.last.clone() * len(self.log)).tanh()
 
 
 def counting(
@@ -652,7 +654,9 @@ def test_statistics_in_a_checkpoint(
     for run in (step, other, step, other):
         run()
     assert model.c.calls == plain.c.calls == 4
+    assert model.c.log == plain.c.log == [1, 2, 3, 4]
     assert_agrees(model.c.mean, plain.c.mean, "mean")
+    assert_agrees(model.c.last, plain.c.last, "last")
     assert model.c.mean is model.c.inside.mean
     for p, q in zip(model.parameters(), plain.parameters()):
         assert_agrees(p.grad, q.grad, "gradient")

@@ -129,17 +129,28 @@ def scratch_copy(module: Layer, **attributes: Any) -> Module:
         statistics) and containers (logs), nor what a hook stores on it or its children.
     """
     buffers, children = module._buffers.items(), module._modules.items()
-    own = [(name, x) for name, x in vars(module).items() if name not in _INTERNAL]
-    kept = {name: x.clone() for name, x in own if _is_state(name, x)}
-    logs = {name: copy(x) for name, x in own if type(x) in _CONTAINERS}
     displaced = getattr(vars(module).get(STORED), "displaced", {})
     return shallow_copy(
         module,
-        **{**kept, **logs, **displaced, **attributes},
+        **{**copies_of_state(module), **displaced, **attributes},
         _parameters=dict(module._parameters),
         _buffers={name: b if b is None else b.clone() for name, b in buffers},
         _modules={name: m if m is None else scratch_copy(m) for name, m in children},
     )
+
+
+def copies_of_state(module: Module) -> Dict[str, Any]:
+    """Copy what a forward pass may change in a module, besides numbers and buffers.
+
+    Args:
+        module: The module.
+
+    Returns:
+        Copies of attributes: tensors without a gradient, and containers.
+    """
+    own = [(name, x) for name, x in vars(module).items() if name not in _INTERNAL]
+    kept = {name: x.clone() for name, x in own if _is_state(name, x)}
+    return {**kept, **{name: copy(x) for name, x in own if type(x) in _CONTAINERS}}
 
 
 def _is_state(name: str, x: Any) -> bool:

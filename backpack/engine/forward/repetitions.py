@@ -13,6 +13,7 @@ from torch._C import _current_graph_task_id
 from torch.compiler import is_dynamo_compiling
 from torch.nn import Module
 
+from backpack.core.derivatives.stored import copies_of_state
 from backpack.utils.compiling import skipped
 from backpack.utils.state import state
 
@@ -67,7 +68,7 @@ def hold_call(module: Module, args: Any) -> None:
 
 
 class Held:
-    """Buffers and numbers of a module, while others are in their place.
+    """Buffers, numbers and containers of a module, while others are in their place.
 
     Attributes:
         module: The module.
@@ -83,17 +84,20 @@ class Held:
         self.module, self.parts = module, set(module.modules())
         self._before: list[tuple[dict[str, Any], dict[str, Any]]] = []
         copies: dict[Tensor | None, Tensor | None] = {None: None}
-        for own in map(vars, self.parts):
-            # who shards parameters has states of its own, which have to go on
+        for part in self.parts:
+            own = vars(part)
             before = {n: x for n, x in own.items() if type(x) in (int, float)}
-            before["_buffers"] = buffers = own["_buffers"]
-            self._before.append((own, before))
-            own["_buffers"] = {
+            # who shards parameters has states of its own, which have to go on
+            is_own = type(part).__module__.startswith("torch.")
+            new = {} if is_own else copies_of_state(part)
+            new["_buffers"] = {
                 name: copies.setdefault(x, None if x is None else x.clone())
-                for name, x in buffers.items()
+                for name, x in own["_buffers"].items()
             }
+            self._before.append((own, {**before, **{name: own[name] for name in new}}))
+            own.update(new)
 
     def release(self) -> None:
-        """Put buffers and numbers back."""
+        """Put everything back."""
         for own, before in self._before:
             own.update(before)

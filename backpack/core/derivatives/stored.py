@@ -146,7 +146,7 @@ def copies_of_state(module: Module) -> Dict[str, Any]:
         module: The module.
 
     Returns:
-        Copies of attributes: tensors without a gradient, and containers.
+        Copies of attributes that are containers, or tensors without a gradient.
     """
     own = [(name, x) for name, x in vars(module).items() if name not in _INTERNAL]
     kept = {name: x.clone() for name, x in own if _is_state(name, x)}

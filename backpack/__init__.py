@@ -45,7 +45,7 @@ from backpack.utils.older_torch import (
     make_packed_sequences_trees,
 )
 from backpack.utils.state import ENTERED, LEFT_ELSEWHERE, State, state
-from backpack.utils.types import Grads
+from backpack.utils.types import Grads, undisturbed
 
 __all__ = [
     "BackpropExtension",
@@ -120,7 +120,9 @@ class _Announce(TorchFunctionMode):
                 return func(*args, **kwargs)
         one = all(bound.get(name) is None for name in self._COTANGENTS)
         options = accumulates, graph, one, bool(bound.get("retain_graph"))
-        with BackwardPass(current, roots, inputs, *options) as running:
+        with undisturbed():
+            announced = BackwardPass(current, roots, inputs, *options)
+        with announced as running:
             if running.accumulated.inputs is None:
                 return func(*args, **kwargs)
             bound["inputs"] = running.accumulated.inputs

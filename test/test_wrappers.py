@@ -56,6 +56,7 @@ from backpack.extensions import (
     KFRA,
     BatchGrad,
     BatchL2Grad,
+    ClippedGrad,
     DiagGGNExact,
     DiagHessian,
     Variance,
@@ -1810,3 +1811,31 @@ def test_hook_of_a_class_that_changes_nothing() -> None:
         fields.append([p.grad_batch for p in model.parameters()])
     for found, expected in zip(*fields):
         oracle.assert_agrees(found, expected, "grad_batch")
+
+
+class LastState(nn.GRU):
+    """A recurrent layer that returns its last state."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Call it on ``[N, D]``, as on two steps."""
+        return super().forward(x.unflatten(1, (2, -1)))[1][0]
+
+
+@pytest.mark.parametrize("ext", [BatchGrad, BatchL2Grad, DiagGGNExact, ClippedGrad])
+@pytest.mark.parametrize("recurrent", [False, True])
+def test_backward_in_inference_mode(recurrent: bool, ext: Callable) -> None:
+    """Autograd computes gradients there, and so do we quantities, which may be used."""
+    first = LastState(D // 2, 4, batch_first=True) if recurrent else nn.Linear(D, 4)
+    model = extend(nn.Sequential(first, nn.Tanh(), nn.Linear(4, 3)).to(F64))
+    loss, x = extend(nn.CrossEntropyLoss()), torch.randn(3, D, dtype=F64)
+    fields = []
+    for mode in (nullcontext, torch.inference_mode):
+        own = ext(0.1) if ext is ClippedGrad else ext()
+        value = loss(model(x), torch.tensor([0, 1, 2]))
+        with mode(), backpack(own):
+            value.backward()
+        fields.append([getattr(p, own.savefield) for p in model.parameters()])
+        model.zero_grad()
+    for expected, found in zip(*fields):
+        assert not found.is_inference()
+        oracle.assert_agrees(found, expected)

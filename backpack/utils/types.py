@@ -53,13 +53,17 @@ def undisturbed() -> AbstractContextManager[Any]:
         Context for what is no part of the user's program.
     """
     plain = torch._C._DisableAutocast()
-    return _both(plain) if torch.is_anomaly_enabled() else plain
+    infers = torch.is_inference_mode_enabled()
+    return _all(plain) if infers or torch.is_anomaly_enabled() else plain
 
 
 @contextmanager
-def _both(plain: AbstractContextManager[Any]) -> Iterator[None]:
-    with plain, unwatched():
-        yield
+def _all(plain: AbstractContextManager[Any]) -> Iterator[None]:
+    # which changes what is asked of the graph, and makes tensors that nobody may read
+    graph = torch.is_grad_enabled()
+    with torch.inference_mode(False), torch.set_grad_enabled(graph):
+        with plain, unwatched():
+            yield
 
 
 def unwatched() -> AbstractContextManager[Any]:

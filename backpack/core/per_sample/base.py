@@ -12,7 +12,7 @@ from torch import Tensor
 
 from backpack.core.fast.memory import huge_empty, may_write
 from backpack.core.per_sample import sums
-from backpack.utils.types import accumulator_dtype, full_precision
+from backpack.utils.types import accumulator_dtype, full_precision, version_of
 from backpack.utils.unsqueeze import flatten
 
 # Concatenates tensors of several processes along an axis
@@ -348,7 +348,7 @@ class PerSample(ABC):
     @property
     def version(self) -> int:
         """What grows when cotangents are modified in place."""
-        return self.b._version
+        return version_of(self.b)
 
     @property
     def device(self) -> torch.device:

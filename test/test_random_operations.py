@@ -800,7 +800,9 @@ def check(spec: Spec, seen: Counter) -> None:
         if not influences(row).any():  # and no parameter is reached, perhaps
             reject()
         if isinstance(error, UserWarning):
-            raise
+            if all(x is not None for x in plain["gradients"].values()):
+                raise
+            reject()  # what was put in front of the positions was dropped
         seen["refused"] += 1
         seen[f"refused: {str(error)[:200]}"] += 1
         return

@@ -2144,6 +2144,18 @@ def test_other_loss_when_repeated(ext: Callable, name: str):
     assert states == (random.getstate(), pickle.dumps(numpy.random.get_state()))
 
 
+@pytest.mark.parametrize("ext", [DiagHessian, HMP, GGNMP])
+def test_repeated_where_no_derivative_can_be_compared(ext: Callable):
+    """Such as the first module, if a functional call gives it what was computed."""
+    model = randomize(Sequential(OwnScale(), nn.Linear(4, 3)).to(F64))
+    x, y = torch.rand(N, 4, dtype=F64), torch.randint(3, (N,))
+    model, loss = extend(model), extend(nn.CrossEntropyLoss())
+    given = {n: p.detach().requires_grad_() * 1 for n, p in model.named_parameters()}
+    with backpack(ext()):
+        loss(torch.func.functional_call(model, given, (x,)), y).backward()
+    assert all(hasattr(p, ext().savefield) for p in given.values())
+
+
 @EACH
 @pytest.mark.parametrize("name", UNREPEATABLE)
 def test_other_output_when_repeated(ext: Callable, name: str):

@@ -243,7 +243,7 @@ class Turn:
         own = self.module.__dict__
         if isinstance(self.module, _DropoutNd) and self.backward_pass.walked:
             if self.call.settings["training"] and self.call.input_edges[0]:
-                own[MASK] = self.pulled(torch.ones_like(self.call.outputs[0]))[0]
+                own[MASK] = self._slope()
         elif self.call.is_loss:
             own[SLOPE] = self._slope
         self._state = as_called(self.call)
@@ -258,13 +258,13 @@ class Turn:
             self.module.__dict__.pop(name, None)
 
     def pulled(
-        self, column: Tensor, edges: Sequence[GradientEdge] = ()
+        self, column: Tensor, edges: Sequence[GradientEdge]
     ) -> list[Tensor | None]:
         """Multiply with the call's transposed Jacobian, by the graph: as it was.
 
         Args:
             column: In the shape of the output.
-            edges: Where the products are wanted. Default: at the first input.
+            edges: Where the products are wanted, at least one place.
 
         Returns:
             The products, ``None`` for zero.
@@ -273,14 +273,15 @@ class Turn:
         edge = GradientEdge(torch._C._current_autograd_node(), entry.output_nr)
         column = column.reshape(shape_at(edge))
         with state().pull(), without_hooks(self.call.tensors()):
-            found = pull(edge, edges or self.call.input_edges[0], column)
+            found = pull(edge, edges, column)
         return [x if x is None else x.detach() for x in found]
 
     def _slope(self) -> Tensor | None:
-        """Differentiate a loss by the prediction; ``None`` if that has no graph."""
-        if self.call.input_edges[0] is None:
+        """Add up derivatives by the first input; ``None`` if that has no graph."""
+        x = self.call.input_edges[0]
+        if x is None:
             return None
-        return self.pulled(torch.ones_like(self.call.outputs[0]))[0]
+        return self.pulled(torch.ones_like(self.call.outputs[0]), [x])[0]
 
     @cached_property
     def row(self) -> Row:
@@ -380,9 +381,8 @@ class Turn:
                     raise NoQuantity(message(COMPLEX, consumer=self.module, **text))
                 # it ends where the operation does, which is therefore inside
                 inside = place is node and call.is_transparent
-                advice = None
-                if self.call.is_loss and not calls_at(node):
-                    advice = BEFORE_LOSS
+                before_loss = self.call.is_loss and not calls_at(node)
+                advice = BEFORE_LOSS if before_loss else None
                 refuse_operation(extension, call.module, inside, advice)
 
     def incoming(self, extension: Any) -> Any:

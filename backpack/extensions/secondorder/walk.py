@@ -182,10 +182,10 @@ def check_repeats(turn: Turn, extension: BackpropExtension, frozen: Layer) -> No
         RuntimeError: If the module does not give its output again.
     """
     try:
-        with torch.set_grad_enabled(repeats(turn)), disable():
-            if repeats(turn):
-                _check_slopes(turn, frozen)
-            else:
+        if repeats(turn):
+            _check_slopes(turn, frozen)
+        else:
+            with torch.no_grad(), disable():
                 stored.repeat(frozen, stored.stored_inputs(frozen))
     except RuntimeError as error:
         if type(error) is not RuntimeError:  # memory was short
@@ -209,14 +209,15 @@ def _check_slopes(turn: Turn, frozen: Layer) -> None:
     ):
         inputs = []  # one may have been made of another; of complex ones, nothing is
     xs, y = stored.evaluate(frozen, [i for i, _ in inputs])
-    if not may_look(y) or not (y.requires_grad and y.is_floating_point()):
+    edges = [*[edge for _, edge in inputs], *map(edge_of, params)]
+    has_graph = y.requires_grad and y.is_floating_point()
+    if not (edges and has_graph and may_look(y)):
         return
     # drawing them must not change the user's random numbers
     generator = torch.Generator(y.device).manual_seed(0)
     column = torch.rand(y.shape, generator=generator, **kind(y)) + 0.5
-    edges = [*[edge for _, edge in inputs], *map(edge_of, params)]
     with without_hooks(params):
-        found = pull(y, [*xs, *params], column) if edges else ()
+        found = pull(y, [*xs, *params], column)
     column = column.to(call.outputs[0].dtype)
     for x, own, like in zip(found, turn.pulled(column, edges), [*xs, *params]):
         if x is not None or own is not None:

@@ -108,6 +108,23 @@ class Once(torch.autograd.Function):
         return 2 * x * g
 
 
+class Double(torch.autograd.Function):
+    """A product with a backward pass of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+        """Multiply."""
+        ctx.save_for_backward(x, w)
+        return x * w
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        """Differentiate the product."""
+        x, w = ctx.saved_tensors
+        gw = g * x
+        return g * w, gw.sum_to_size(w.shape)
+
+
 def param(*shape: int) -> nn.Parameter:
     """Make a parameter of normal numbers."""
     return nn.Parameter(torch.randn(shape))

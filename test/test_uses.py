@@ -22,6 +22,7 @@ from per_sample import (
     LENGTHS,
     QUANTITIES,
     Backward,
+    Double,
     Lambda,
     N,
     Once,
@@ -1096,23 +1097,6 @@ def energy_gradient(m: Module, x: Tensor) -> Tensor:
     energy = (x @ m.w).cos().sum()
     (force,) = torch.autograd.grad(energy, x, create_graph=True)
     return force
-
-
-class Double(torch.autograd.Function):
-    """A product with a backward pass of its own."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
-        """Multiply."""
-        ctx.save_for_backward(x, w)
-        return x * w
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> Any:
-        """Differentiate the product."""
-        x, w = ctx.saved_tensors
-        gw = g * x
-        return g * w, gw.sum_to_size(w.shape)
 
 
 class Pair(torch.autograd.Function):

@@ -34,7 +34,7 @@ import oracle
 import pytest
 import torch
 import torch.nn.functional as F
-from per_sample import Lambda
+from per_sample import Double, Lambda
 from per_sample import Row as Problem
 from per_sample import against_classes, assert_fields, classes, randn, reference
 from processes import in_processes, needs_gloo
@@ -636,28 +636,12 @@ def repeated_once(p: Pass, **options: Any) -> None:
     p.run(model)
 
 
-class Product(torch.autograd.Function):
-    """A product with a backward pass of its own."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
-        """Multiply."""
-        ctx.save_for_backward(x, w)
-        return x * w
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> Tuple[Tensor, Tensor]:
-        """Differentiate."""
-        x, w = ctx.saved_tensors
-        return g * w, (g * x).sum_to_size(w.shape)
-
-
 def selective(p: Pass, check: bool) -> None:
     """Repeat a checkpoint more often than it can be."""
     options = {"use_reentrant": False, "context_fn": keeps_some}
 
     def forward(m: Module, x: Tensor) -> Tensor:
-        of = m.f if check else lambda x: Product.apply(m.f(x), m.w)
+        of = m.f if check else lambda x: Double.apply(m.f(x), m.w)
         return checkpoint(of, x, **options)
 
     model = extend(Lambda(forward, f=p.model, w=nn.Parameter(torch.rand(3).to(F64))))

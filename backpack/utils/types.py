@@ -17,6 +17,7 @@ from typing import (
     Literal,
     Mapping,
     Optional,
+    Sequence,
     Tuple,
 )
 
@@ -228,6 +229,22 @@ def generator_of(device: torch.device) -> Generator:
         return torch.mps._get_default_mps_generator()
     known = getattr(getattr(torch, device.type, None), "default_generators", ())
     return known[device.index or 0] if known else torch.default_generator
+
+
+def drawn_like(tensors: Sequence[Tensor]) -> List[Tensor]:
+    """Draw numbers for tensors, always the same and nobody's, none of which is small.
+
+    Those of two tensors differ: a difference of equal ones would be zero.
+
+    Args:
+        tensors: The tensors.
+
+    Returns:
+        Numbers of their shapes and types.
+    """
+    draws = [Generator(x.device).manual_seed(i) for i, x in enumerate(tensors)]
+    pairs = zip(tensors, draws)
+    return [torch.rand(x.shape, generator=draw, **kind(x)) + 0.5 for x, draw in pairs]
 
 
 @contextmanager

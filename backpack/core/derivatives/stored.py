@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from backpack.converter.function import FunctionModule
 from backpack.utils.disable import disable
-from backpack.utils.hooks import message
+from backpack.utils.hooks import message, no_op
 from backpack.utils.state import ask, is_traced, may_look, state
 from backpack.utils.subsampling import Subsampling, subsample
 from backpack.utils.types import Layer, drawn_elsewhere, generator_of, is_inexact
@@ -266,10 +266,9 @@ def check_slope(module: Layer, found: Tensor, own: Optional[Tensor] = None) -> N
     Raises:
         RuntimeError: If it has not, up to rounding errors and single kinks.
     """
-    ask_slope = vars(module).get(SLOPE) if own is None else None
-    if not may_look(found) or own is None and ask_slope is None:
+    if not may_look(found):
         return
-    own = ask_slope() if ask_slope is not None else own
+    own = vars(module).get(SLOPE, no_op)() if own is None else own
     if own is None:
         return
     eps = max(torch.finfo(x.dtype).eps for x in (found, own))

@@ -23,7 +23,7 @@ from backpack.engine.nodes import graph
 from backpack.engine.nodes.constants import CONSTANT, edge_of
 from backpack.engine.nodes.met import refuse
 from backpack.engine.nodes.uses import Use, is_noted
-from backpack.engine.nodes.vjp import is_function, kind_of
+from backpack.engine.nodes.vjp import is_function, operation_of
 from backpack.engine.samples.gaps import (
     IN_PLACE,
     differ,
@@ -525,14 +525,11 @@ def _met_in_tails(inspection: Inspection) -> list[Mixed]:
         if picks or not (is_sum(node) or graph.is_scalar(node)):
             placements.append(None if known is None else known.placement)
         elif _brings_together(node, behind):
-            if (
-                known is not None
-                and is_function(node)
-                and adds_up(node, known.placement)
-            ):
-                continue  # as was seen inside
-            # nobody knows the parts of a function of one's own
-            placements.append(Mixed(graph.name_of(node), not is_function(node)))
+            own = is_function(
+                node
+            )  # whose parts nobody knows, if none were seen inside
+            if not (own and known is not None and adds_up(node, known.placement)):
+                placements.append(Mixed(graph.name_of(node), not own))
     return [p for p in placements if isinstance(p, Mixed)]
 
 
@@ -540,7 +537,7 @@ def _brings_together(node: Node, behind: Sequence[Known]) -> bool:
     """Tell whether samples meet in the operation with which a term of a loss ends."""
     if not is_sum(node):
         return True
-    name = kind_of(node)
+    name = operation_of(node)
     if name not in ("MultiMarginLoss", "MultilabelMarginLoss", "CtcLoss"):
         return differ(behind)
     parent, number = node.next_functions[0]

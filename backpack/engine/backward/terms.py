@@ -19,7 +19,7 @@ from backpack.engine.nodes.graph import (
     shape_at,
     walk,
 )
-from backpack.engine.nodes.vjp import is_function, kind_of
+from backpack.engine.nodes.vjp import is_function, operation_of
 from backpack.engine.samples.gaps import explain_place
 
 # Nodes through which a sum of terms can be followed
@@ -213,7 +213,7 @@ def is_sum(node: Node) -> bool:
     Returns:
         Whether it is so.
     """
-    return adds_entries(node) or kind_of(node) in (
+    return adds_entries(node) or operation_of(node) in (
         *("Dot", "View", "Squeeze", "Select", "Clone", "Alias", "_Together", "ToCopy"),
     )
 
@@ -227,7 +227,7 @@ def adds_entries(node: Node) -> bool:
     Returns:
         Whether it is so.
     """
-    return kind_of(node) in (
+    return operation_of(node) in (
         *("Sum", "Mean", "NllLoss", "NllLoss2D", "MseLoss", "SmoothL1Loss", "Nansum"),
         *("HuberLoss", "BinaryCrossEntropy", "BinaryCrossEntropyWithLogits", "KlDiv"),
         *("SoftMarginLoss", "MultiMarginLoss", "MultilabelMarginLoss", "CtcLoss"),

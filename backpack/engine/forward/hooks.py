@@ -34,7 +34,12 @@ from backpack.engine.nodes.constants import are_apart, edge_of, edges_of
 from backpack.engine.nodes.graph import VIEW, is_leaf, note_tangent, on_one_node
 from backpack.engine.nodes.record import Call, CallRef, clear_stored
 from backpack.engine.nodes.uses import Entry, entries_at, is_whole, listen
-from backpack.engine.samples import placements as of_tensors
+from backpack.engine.samples.placements import (
+    mark_of,
+    may_be_shared,
+    place,
+    placement_of,
+)
 from backpack.utils.compiling import (
     answered,
     is_compiled,
@@ -310,21 +315,19 @@ def _record(
     constant: set[int] = set()  # outputs without samples: another way leads to them
     # what comes out of a layer that is looked at as a whole has no mark yet
     if len(outputs) > 1 and frame.row is None and tracker is not None:
-        constant = {
-            id(x) for x in outputs if of_tensors.placement_of(x, tracker.key) is None
-        }
+        constant = {id(x) for x in outputs if placement_of(x, tracker.key) is None}
         if len(constant) == len(outputs) and frame.tracker is not None:
             constant.clear()  # no other way leads to the model
     edges = edges_of(outputs, constant)
     is_apart = len(outputs) > 1 and are_apart(edges)
     if is_apart and (find_row(module) or not RULED.isdisjoint(type(module).__mro__)):
         # a rule needs the gradients at all of them; others see no copies
-        marks = [of_tensors.mark_of(x) for x in outputs]
+        marks = [mark_of(x) for x in outputs]
         output = replaced = on_one_node(output, constant)
         outputs = tensor_outputs(output)
         for x, mark in zip(outputs, marks):
             if mark:
-                of_tensors.place(x, mark[1], mark[0], mark[3])
+                place(x, mark[1], mark[0], mark[3])
         edges, is_apart = edges_of(outputs, constant), False
     call = frame.call
     call.finish(module, args, kwargs, outputs, edges, _parameters(module, args, frame))
@@ -359,18 +362,14 @@ def _record(
             key = tracker.key
             several = len(key.inputs) > 1
             data = tensors_in((args, kwargs), depth=2) if several else ()
-            shared = bool(data) and all(
-                [of_tensors.may_be_shared(x, key) for x in data]
-            )
+            shared = bool(data) and all([may_be_shared(x, key) for x in data])
             for x, placement in zip(outputs, placements):
                 tracker.place(x, placement, shared)
         call.placements = placements
     if frame.tracker is not None and not call.is_loss:
         frame.tracker.note_outputs(outputs)
         call.n = frame.tracker.n
-        call.placements = [
-            of_tensors.placement_of(x, frame.tracker.key) for x in outputs
-        ]
+        call.placements = [placement_of(x, frame.tracker.key) for x in outputs]
     _attach(call, outputs, edges)
     return replaced
 

@@ -147,7 +147,7 @@ def is_users(node: Node) -> bool:
     return named or not own.__module__.startswith(_TRUSTED)
 
 
-def kind_of(node: Node) -> str:
+def operation_of(node: Node) -> str:
     """Tell which operation of PyTorch, or of ours, a node is of.
 
     Args:

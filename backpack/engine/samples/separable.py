@@ -10,16 +10,15 @@ from contextlib import suppress
 from typing import Sequence
 
 import torch
-from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
 from backpack.core.layout import Mixed, has_bit
 from backpack.engine.nodes.graph import has_use
-from backpack.engine.nodes.vjp import is_function, kind_of, pull
+from backpack.engine.nodes.vjp import is_function, operation_of, pull
 from backpack.engine.samples.gaps import differ, explain_parents, sources_of
 from backpack.engine.samples.probes import Source, zeros_at
 from backpack.utils.state import state
-from backpack.utils.types import kind
+from backpack.utils.types import drawn_like
 
 # Linear in each operand
 _LINEAR = frozenset(
@@ -57,7 +56,7 @@ def _may_take(node: Node) -> bool:
     Else, samples that meet in a function made of lines would have no second derivative
     for some numbers. Functions of one's own need not have a true one.
     """
-    if kind_of(node) in _LINEAR:
+    if operation_of(node) in _LINEAR:
         return True
     if is_function(node):
         return False
@@ -78,19 +77,9 @@ def _has_no_mixed_derivatives(
     ]
     gradients = [g for g, _ in both]
     for bit in range((n - 1).bit_length() if both else 0):
-        vectors = zip(_random(gradients), both)
+        vectors = zip(drawn_like(gradients), both)
         masked = [v * has_bit(i, bit) for v, (_, i) in vectors]
         for h, i in zip(pull(gradients, edges, masked), numbers):
             if h is not None and bool(h[has_bit(i, bit, 0)].any()):
                 return False
     return True
-
-
-def _random(like: Sequence[Tensor]) -> list[Tensor]:
-    """Draw numbers for tensors, always the same, none of which is small.
-
-    Those of two tensors differ: a difference of equal ones would be zero.
-    """
-    draws = [torch.Generator(g.device).manual_seed(i) for i, g in enumerate(like)]
-    pairs = zip(like, draws)
-    return [torch.rand(g.shape, generator=draw, **kind(g)) + 0.5 for g, draw in pairs]

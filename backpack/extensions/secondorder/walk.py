@@ -25,7 +25,7 @@ from backpack.utils.disable import disable
 from backpack.utils.errors import raise_error_if_coupled
 from backpack.utils.hooks import message, without_hooks
 from backpack.utils.state import ask, may_look
-from backpack.utils.types import Layer, dense, kind
+from backpack.utils.types import Layer, dense, drawn_like
 
 IN_PLACE = (
     "{ext}: {module} has overwritten its input (inplace=True), which its derivatives "
@@ -213,9 +213,7 @@ def _check_slopes(turn: Turn, frozen: Layer) -> None:
     has_graph = y.requires_grad and y.is_floating_point()
     if not (edges and has_graph and may_look(y)):
         return
-    # drawing them must not change the user's random numbers
-    generator = torch.Generator(y.device).manual_seed(0)
-    column = torch.rand(y.shape, generator=generator, **kind(y)) + 0.5
+    (column,) = drawn_like([y])
     with without_hooks(params):
         found = pull(y, [*xs, *params], column)
     column = column.to(call.outputs[0].dtype)

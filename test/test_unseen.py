@@ -335,6 +335,23 @@ class OwnProduct(torch.autograd.Function):
         return gradient @ w.T, None, x.T @ gradient
 
 
+FIRST_ROW = torch.tensor([0])
+
+
+def zero_(h: Tensor, rows: Any) -> Tensor:
+    """Overwrite rows of each sample."""
+    h[:, rows] = 0.0
+    return h
+
+
+def on_both_rows(m: Module, h: Tensor) -> Tensor:
+    """Call a function on the first row, and on what comes out added to the second."""
+    return OwnProduct.apply(
+        h[:, 1] + OwnProduct.apply(h[:, 0] + 0.3, torch.tensor(1.0), m.w),
+        *(torch.tensor(1.0), m.w),
+    )
+
+
 def all_rows(c: Tensor, f: Tensor) -> Tensor:
     """Use each row with a sample, and all rows with all samples."""
     return c * f + (f[:, None] * c).sum(1)
@@ -392,6 +409,22 @@ OUTSIDE: Dict[str, Row] = {
         ),
         randn(D),
     ),
+    **{
+        f"function-on-rows-that-were-{name}": Row(
+            lambda rows=rows: Lambda(
+                lambda m, x, rows=rows: on_both_rows(m, rows(m.f(x))),
+                **{"f": nn.Linear(D, D), "w": param(D, D)},
+            ),
+            randn(2, D),
+        )
+        for name, rows in {
+            "overwritten": lambda h: h.clone().index_fill_(1, FIRST_ROW, 0.3),
+            "written-as-a-view": lambda h: zero_(h.clone(), 0),
+            "left-out": lambda h: F.pad(h[:, :1], (0, 0, 1, 0)),
+            "masked": lambda h: zero_(h.clone(), torch.tensor([True, False])),
+            "scaled": lambda h: zero_(h.clone(), 0) * h.new_ones(2, 1),
+        }.items()
+    },
     "function-that-reads-a-constant": Row(
         lambda: Lambda(
             lambda m, x: m.g(OwnProduct.apply(x, torch.tensor(2.0), m.w)),

@@ -526,8 +526,7 @@ def sources_of(
         seen.add(place)
         if CONSTANT in node.metadata and not graph.is_leaf(node):
             continue
-        edge = GradientEdge(node, number)
-        found = _known_at(edge)
+        found = _known_at(edge := GradientEdge(node, number))
         met = found is not None and isinstance(found.placement, Mixed)
         if found is not None and not (met and past_meetings):
             sources.append(Source(edge, found))
@@ -557,7 +556,7 @@ def nodes_behind(source: GradientEdge) -> list[Node]:
 
     A node may take more than this result of it depends on: the gradient of a
     convolution with respect to its inputs does not depend on these, but the node has
-    that with respect to weights, too.
+    that with respect to weights, too. Nor does an overwritten row depend on the others.
 
     Args:
         source: Where it sits in the graph.
@@ -569,8 +568,11 @@ def nodes_behind(source: GradientEdge) -> list[Node]:
     if not any(graph.has_use(x) or _is_data(x) for x in nodes):
         return nodes
     queue, seen = [source], {source[:2]}
+    is_cut = explain_place(source) is None
     for edge in queue:  # which grows meanwhile
         places = graph.parents(edge.node)
+        if is_cut:
+            places = [x for x in places if (_known_at(x) or INPUT).placement is None]
         if graph.is_own(edge.node):
             places = leads_to(edge, places)
         queue += [place for place in places if place[:2] not in seen]

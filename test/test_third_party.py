@@ -381,6 +381,25 @@ class StretchDiagGGN(ModuleExtension):
         return bpQuantities * (module.weight + 0.2 * module.input0)
 
 
+class Around(Module):
+    """A module that does nothing but call another one."""
+
+    def __init__(self, size: int):
+        """Create the layer."""
+        super().__init__()
+        self.layer = Stretch(size)
+
+    @property
+    def weight(self) -> Parameter:
+        """The layer's parameter."""
+        return self.layer.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Call it."""
+        return self.layer(x)
+
+
+@pytest.mark.parametrize("own", [Stretch, Around])
 @pytest.mark.parametrize("factor", [1.0, 0.5])
 @pytest.mark.parametrize(
     "ext, reference, sum_batch",
@@ -388,19 +407,19 @@ class StretchDiagGGN(ModuleExtension):
 )
 @pytest.mark.usefixtures("cpu")
 def test_diag_ggn_on_an_own_layer(
-    ext: Callable, reference: str, sum_batch: bool, factor: float
+    ext: Callable, reference: str, sum_batch: bool, factor: float, own: Callable
 ):
     """A module extension with ``backpropagate`` takes part in the GGN family."""
     case = problem(
         nn.Linear(3, 3),
-        Stretch(3),
+        own(3),
         nn.Sigmoid(),
-        Parallel(Stretch(3), nn.Sequential(nn.Linear(3, 3), nn.Tanh())),
+        Parallel(own(3), nn.Sequential(nn.Linear(3, 3), nn.Tanh())),
         nn.Linear(3, 3),
     )
     expected = oracle(reference, *case)
     extension = ext()
-    extension.set_module_extension(Stretch, StretchDiagGGN(sum_batch))
+    extension.set_module_extension(own, StretchDiagGGN(sum_batch))
     if factor == 1.0:
         model = run(case, extension)
     else:

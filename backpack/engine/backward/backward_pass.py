@@ -201,8 +201,7 @@ class BackwardPass:
 
     def _look_at(self, roots: Sequence[GradientEdge]) -> None:
         """Inspect the graph."""
-        walk = [ext.walks_modules for ext in self.state.active_exts]
-        self.inspection = Inspection(roots, any(walk), all(walk))
+        self.inspection = Inspection(roots, self.state.active_exts)
         parallel.unify(self.inspection.uses, self.inspection.calls)
         self._find_groups(list(self.inspection.uses))
 

@@ -78,16 +78,14 @@ class Inspection:
         nodes: All nodes, but those inside of uses.
     """
 
-    def __init__(
-        self, roots: Sequence[GradientEdge], walks: bool = False, only: bool = False
-    ):
+    def __init__(self, roots: Sequence[GradientEdge], extensions: Sequence[Any] = ()):
         """Inspect a graph.
 
         Args:
             roots: Where the backward pass begins.
-            walks: Whether quantities go from module to module, also to those that
-                are called on parameters alone. Default: ``False``.
-            only: Whether all quantities do. Default: ``False``.
+            extensions: Extensions that are active. Quantities that go from module to
+                module go also to those that are called on parameters alone.
+                Default: none.
         """
         self.roots = roots
         self.calls: dict[Any, Node] = {}
@@ -97,7 +95,8 @@ class Inspection:
         self.meetings: dict[Node, Mixed] = {}
         self.tangents: list[Node] = []
         self.separating: set[Any] = set()
-        self._only_walks = walks and only
+        walking = [ext for ext in extensions if ext.walks_modules]
+        self._only_walks = 0 < len(walking) == len(extensions)
         self._stand_ins: dict[Node, Use] = {}
         self._direct: dict[int, list[Use]] = {}  # uses without stand-in, by parameter
         self._insides: dict[Use, tuple[int, set[Node]]] = {}
@@ -129,9 +128,9 @@ class Inspection:
                 if type(parent) is Together and (parent, number) not in seen:
                     seen.add((parent, number))  # not what else was returned
                     queue.append((parent, behind[number : number + 1]))
-        if walks:
+        if walking:
             self._note_calls_on_constants()
-            take_whole(self)
+            take_whole(self, walking)
         self._find_losses()
 
     @property

@@ -1,11 +1,12 @@
-"""Modules that the converter has kept: they are differentiated as a whole, if need be.
+"""Modules that quantities that walk take as a whole, with the modules inside.
 
-Quantities that walk go through the modules inside, as far as these describe the graph.
+Those for which a user has a rule are, and those that the converter has kept, if the
+modules inside do not describe the graph.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Sequence
 
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
@@ -33,16 +34,15 @@ def nodes_inside(inspection: Any, call: Call) -> set[Node]:
     return set(walk(inspection.nodes_of(call), without=before))
 
 
-def take_whole(inspection: Any) -> None:
-    """Let calls in a converted model be taken as a whole, if they hide operations.
+def take_whole(inspection: Any, extensions: Sequence[Any]) -> None:
+    """Let calls be taken as a whole that have a rule, or that hide operations.
 
     Args:
         inspection: The inspection of the graph.
+        extensions: Extensions that walk from module to module.
     """
     calls = [x for x in inspection.calls if x.is_transparent and not x.is_loss]
     graphs = {x.module for x in calls if isinstance(x.module, GraphModule)}
-    if not graphs or len(calls) == len(graphs):
-        return
     converted = [graph for graph in graphs if consists_of_modules(graph)]
     kept = {
         graph.get_submodule(str(node.target))
@@ -51,8 +51,11 @@ def take_whole(inspection: Any) -> None:
         if node.op == "call_module"
     }
     for call in calls:
-        if call.module in kept and not call.is_apart:
-            _take_whole(inspection, call)
+        if call.is_part:
+            continue
+        has_rule = any(ext.is_customized(call.module) for ext in extensions)
+        if has_rule or call.module in kept and not call.is_apart:
+            _take_whole(inspection, call, has_rule)
 
 
 def _hide_parameters(nodes: set[Node]) -> bool:
@@ -71,8 +74,8 @@ def _hide_parameters(nodes: set[Node]) -> bool:
     return any(x.requires_grad for x in parameters)
 
 
-def _take_whole(inspection: Any, call: Call) -> None:
-    """Let a call be responsible for all inside of it, if modules do not do it all."""
+def _take_whole(inspection: Any, call: Call, has_rule: bool) -> None:
+    """Let a call be responsible for all inside, if modules do not do it, or a rule."""
     nodes = nodes_inside(inspection, call)
     paths = {module: path for path, module in call.module.named_modules()}
     inside = [
@@ -84,7 +87,7 @@ def _take_whole(inspection: Any, call: Call) -> None:
     for other in working:
         if not other.edges_before or works_in_place(other.module):
             nodes -= nodes_inside(inspection, other)
-    hides = any(map(_is_no_link, working)) or _hide_parameters(nodes)
+    hides = has_rule or any(map(_is_no_link, working)) or _hide_parameters(nodes)
     if not hides or any(other.is_loss for other in inside):
         return
     places = dict(zip(call.parameters, call.places))

@@ -225,7 +225,7 @@ PROBLEMS = {
         nn.CrossEntropyLoss,
         lambda: torch.tensor([0, 2, 1, 1, 0, 2]),
         sequence=True,
-        refused=(*WALKING, "BatchDotGrad"),  # which gathers values of all lengths
+        refused=WALKING,
     ),
     # the factor of the input comes first, and is as large as that of the output
     "transposed": Problem(
@@ -242,7 +242,7 @@ PROBLEMS = {
         nn.CrossEntropyLoss,
         lambda: torch.tensor([0, 2, 1, 1, 0, 2]),
         sequence=True,
-        refused=(*WALKING, "BatchDotGrad", "EKFAC-basis", "BatchProjectGrad-drawn"),
+        refused=(*WALKING, "EKFAC-basis", "BatchProjectGrad-drawn"),
     ),
     "experts": Problem(
         lambda: Experts(Transposed(4, 3)),
@@ -528,13 +528,36 @@ def two_losses(rank: int, samples: slice) -> None:
     reduce(model.parameters(), [ext])
 
 
-def lengths(rank: int, samples: slice) -> None:
-    """Reduce what comes from sequences of another length in each process."""
-    ext, model = BatchDotGrad(), extend(nn.Linear(30, 20).to(F64))
-    loss, x = extend(nn.MSELoss()), torch.randn(2, 2 + rank, 30, dtype=F64)
+def of_lengths(ext: BackpropExtension, model: Module, x: Tensor) -> None:
+    """Compute a quantity of sequences."""
     with backpack(ext):
-        loss(model(x), torch.zeros_like(model(x))).backward()
+        f = model(x)
+        extend(nn.MSELoss(reduction="sum"))(f, torch.zeros_like(f)).backward()
+
+
+def lengths(rank: int, samples: slice) -> None:
+    """Gather square roots, of which longer sequences have more columns."""
+    ext, model = SqrtGGNExact(), extend(nn.Linear(3, 2).to(F64))
+    of_lengths(ext, model, torch.randn(2, 2 + rank, 3, dtype=F64))
+    reduce(model.parameters(), [ext], gather=True)
+
+
+def dots_of_lengths(rank: int, world: int) -> Tuple[List[Any], List[Any]]:
+    """Put dot products together where processes see sequences of other lengths.
+
+    One has factors then, another products, and a third one no samples.
+    """
+    torch.manual_seed(0)
+    ext, model = BatchDotGrad(), extend(nn.Linear(6, 5).to(F64))
+    batch = [torch.randn(2, 2, 6), torch.randn(3, 9, 6), torch.randn(0, 4, 6)][:world]
+    of_lengths(ext, model, batch[rank].to(F64))
     reduce(model.parameters(), [ext])
+    values = fields(model, ext)
+    single = [model(row.to(F64)).square().sum() for x in batch for row in x]
+    params = list(model.parameters())
+    rows = [torch.autograd.grad(value, params) for value in single]
+    flat = [torch.stack(of_param).flatten(1) for of_param in zip(*rows)]
+    return values, [x @ x.T for x in flat]
 
 
 class Own(BackpropExtension):
@@ -715,6 +738,7 @@ TOGETHER = {
     "left out by one": left_out_by_one,
     "left out by all": left_out_by_all,
     "empty tokens": empty_tokens,
+    "dot products of lengths": dots_of_lengths,
     "given twice": given_twice,
     "half": half_without_samples,
 }
@@ -764,7 +788,7 @@ REFUSED = {
         "numbers of extensions",
     ),
     "two losses": Refused(two_losses, NotImplementedError, "several losses"),
-    "lengths": Refused(lengths, ValueError, "shapes.*axis 0"),
+    "lengths": Refused(lengths, ValueError, "shapes.*axis [01]"),
     "unequal samples": Refused(
         refuse(WeightedGrad(inverse, scale="sample")), NotImplementedError, "unequally"
     ),

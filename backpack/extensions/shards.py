@@ -9,6 +9,7 @@ from __future__ import annotations
 from math import nan
 from typing import Any, MutableMapping, NamedTuple
 from weakref import ref
+from zlib import crc32
 
 import torch
 from torch import Tensor, distributed
@@ -166,6 +167,21 @@ class Piece(NamedTuple):
         numbers = torch.tensor(max(1, number), device=device)
         distributed.all_reduce(numbers, distributed.ReduceOp.MAX, group=self.group)
         return int(numbers)
+
+    def agrees(self, description: str, device: torch.device) -> bool:
+        """Tell whether all processes describe what they have in the same way.
+
+        Args:
+            description: This process' description.
+            device: Where processes exchange tensors.
+
+        Returns:
+            Whether they do.
+        """
+        number = crc32(description.encode())
+        extremes = torch.tensor([number, -number], device=device)
+        distributed.all_reduce(extremes, distributed.ReduceOp.MAX, group=self.group)
+        return not bool(extremes.sum())
 
     def local(self, value: Tensor, factor: float, dim: int = 0) -> Tensor:
         """Rescale what belongs to single samples, and gather it if that is asked for.

@@ -73,8 +73,15 @@ class BatchDotGrad(GradientReduction):
     def over_shards(self, value: Tensor, piece: Piece) -> Tensor:  # noqa: D102
         if self._other is not None:
             return piece.local(value, piece.weight)
-        own = piece.required_parts(self)
-        if piece.holders:  # zeros have no factors
+        forms: list[Any] = []  # others may have other factors, as of longer sequences
+
+        def note(x: Tensor, dim: int) -> Tensor:
+            forms.append((dim, *x.shape[:dim], *x.shape[dim + 1 :]))
+            return x
+
+        own = piece.required_parts(self).gathered(note)
+        form = f"{type(own).__name__} {forms}" if not piece.holders else ""  # but zeros
+        if not form or not piece.agrees(form, value.device):
             own = Dense(own.individual(), own.shape)
         factors = own.gathered(piece.gather)
         weight = piece.gather(value.new_full((len(value),), piece.weight))

@@ -17,6 +17,7 @@ from torch.autograd.graph import GradientEdge, Node
 from torch.nn import Parameter
 
 from backpack.core.layout import Mixed, reshaped, sample_numbers, spans
+from backpack.engine.backward.expressions import nodes_behind
 from backpack.engine.backward.inspection import Inspection
 from backpack.engine.backward.terms import adds_up, is_sum, is_term, tail_terms
 from backpack.engine.nodes import graph
@@ -30,7 +31,6 @@ from backpack.engine.samples.gaps import (
     explain_parents,
     explain_place,
     makes_rows,
-    nodes_behind,
     note_at,
 )
 from backpack.engine.samples.probes import Known

@@ -25,6 +25,8 @@ from backpack.engine.nodes.saved import HIDDEN, SAVED, fetch
 from backpack.engine.nodes.user_hooks import SEEN
 from backpack.engine.nodes.vjp import batched_vjp
 from backpack.engine.samples import views
+from backpack.engine.samples.gaps import is_data
+from backpack.engine.samples.probes import leads_to
 from backpack.utils.hooks import without_hooks
 from backpack.utils.state import state
 from backpack.utils.types import kind
@@ -50,6 +52,42 @@ def unseen(nodes: Sequence[Node]) -> AbstractContextManager[None]:
     leaves = [node.variable for node in nodes if graph.is_leaf(node)]
     seen = [x() for node in nodes for x in node.metadata.get(SEEN, ())]
     return without_hooks([*leaves, *[x for x in seen if x is not None]])
+
+
+def nodes_behind(source: GradientEdge) -> list[Node]:
+    """Find the nodes that a constant of a use is computed by.
+
+    A node may take more than this result of it depends on: the gradient of a
+    convolution with respect to its inputs does not depend on these, but the node has
+    that with respect to weights, too. Nor does an overwritten row depend on others.
+
+    Args:
+        source: Where it sits in the graph.
+
+    Returns:
+        The nodes to which its gradient goes.
+    """
+    nodes = list(graph.walk([source.node]))
+    if not any(map(_is_of_samples, nodes)):
+        return nodes
+    near = graph.walk([source.node], _is_of_samples)
+    taken = [x for y in near if not _is_of_samples(y) for x in graph.parents(y)]
+    ends = [place for place in taken if _is_of_samples(place.node)]
+    led = {place[:2] for place in leads_to(source, ends)}
+    seen = {source[:2], *(place[:2] for place in ends)} - led
+    queue = [source]
+    for edge in queue:  # which grows meanwhile
+        places = graph.parents(edge.node)
+        if graph.is_own(edge.node):
+            places = leads_to(edge, places)
+        queue += [place for place in places if place[:2] not in seen]
+        seen.update(place[:2] for place in places)
+    return list(dict.fromkeys(edge.node for edge in queue))
+
+
+def _is_of_samples(node: Node) -> bool:
+    """Tell whether a node stands for data, or for what a use has computed."""
+    return graph.has_use(node) or is_data(node)
 
 
 def behind_views(

@@ -20,12 +20,16 @@ from torch.nn import Module
 from backpack.core.per_sample.base import Dense, PerSample
 from backpack.core.per_sample.maps import OfSome, alike, merged
 from backpack.core.per_sample.pieces import Pieces
-from backpack.engine.backward.expressions import behind_views, taken_from, unseen
+from backpack.engine.backward.expressions import (
+    behind_views,
+    nodes_behind,
+    taken_from,
+    unseen,
+)
 from backpack.engine.nodes import graph
 from backpack.engine.nodes.saved import SAVED, fetch
 from backpack.engine.nodes.uses import Use
 from backpack.engine.nodes.vjp import NO_SUM, batched_vjp, check_linear, may_be_any
-from backpack.engine.samples.gaps import nodes_behind
 from backpack.engine.samples.repeated import compute_only
 from backpack.utils.hooks import name_module, represent
 from backpack.utils.types import as_type, full_precision

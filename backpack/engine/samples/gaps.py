@@ -23,7 +23,7 @@ from backpack.engine.nodes.functions import BY_STRIDES
 from backpack.engine.nodes.uses import Use, is_noted
 from backpack.engine.nodes.vjp import is_function
 from backpack.engine.samples.placements import MARK, in_key, mark_of
-from backpack.engine.samples.probes import Known, Source, leads_to, probe
+from backpack.engine.samples.probes import Known, Source, probe
 from backpack.utils.hooks import without_hooks
 from backpack.utils.parallel import SINKS, communicates
 from backpack.utils.state import out_of_sight
@@ -526,7 +526,8 @@ def sources_of(
         seen.add(place)
         if CONSTANT in node.metadata and not graph.is_leaf(node):
             continue
-        found = _known_at(edge := GradientEdge(node, number))
+        edge = GradientEdge(node, number)
+        found = _known_at(edge)
         met = found is not None and isinstance(found.placement, Mixed)
         if found is not None and not (met and past_meetings):
             sources.append(Source(edge, found))
@@ -551,37 +552,15 @@ def _is_unmarked(node: Node) -> bool:
     return not getattr(node.variable, MARK, None)
 
 
-def nodes_behind(source: GradientEdge) -> list[Node]:
-    """Find the nodes that a constant of a use is computed by.
-
-    A node may take more than this result of it depends on: the gradient of a
-    convolution with respect to its inputs does not depend on these, but the node has
-    that with respect to weights, too. Nor does an overwritten row depend on the others.
+def is_data(node: Node) -> bool:
+    """Tell whether a node stands for a leaf that is data.
 
     Args:
-        source: Where it sits in the graph.
+        node: Node of the graph.
 
     Returns:
-        The nodes to which its gradient goes.
+        Whether it does.
     """
-    nodes = list(graph.walk([source.node]))
-    if not any(graph.has_use(x) or _is_data(x) for x in nodes):
-        return nodes
-    queue, seen = [source], {source[:2]}
-    is_cut = explain_place(source) is None
-    for edge in queue:  # which grows meanwhile
-        places = graph.parents(edge.node)
-        if is_cut:
-            places = [x for x in places if (_known_at(x) or INPUT).placement is None]
-        if graph.is_own(edge.node):
-            places = leads_to(edge, places)
-        queue += [place for place in places if place[:2] not in seen]
-        seen.update(place[:2] for place in places)
-    return list(dict.fromkeys(edge.node for edge in queue))
-
-
-def _is_data(node: Node) -> bool:
-    """Tell whether a node stands for a leaf that is data."""
     return graph.is_leaf(node) and _leaf(node) is not None
 
 

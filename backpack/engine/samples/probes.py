@@ -246,15 +246,17 @@ def zeros_at(edge: GradientEdge) -> Tensor:
 
 
 def leads_to(edge: GradientEdge, places: list[GradientEdge]) -> list[GradientEdge]:
-    """Ask with respect to which of a node's operands a result has a derivative.
+    """Ask with respect to which of several tensors a result has a derivative.
 
     Args:
         edge: Where the result sits in the graph.
-        places: Where the operands do.
+        places: Where the tensors do.
 
     Returns:
         Those of them; all, if that can't be asked any more.
     """
+    if not places:
+        return places
     marked = zeros_at(edge).fill_(nan)
     try:
         with state().pull(), structure_only([edge.node]):

@@ -255,9 +255,9 @@ def leads_to(edge: GradientEdge, places: list[GradientEdge]) -> list[GradientEdg
     Returns:
         Those of them; all, if that can't be asked any more.
     """
-    if not places:
-        return places
     marked = zeros_at(edge).fill_(nan)
+    if not (places and marked.numel()):  # of no rows, as for an expert without tokens
+        return places
     try:
         with state().pull(), structure_only([edge.node]):
             found = pull([edge], places, [marked])

@@ -109,6 +109,8 @@ def in_view(x: Tensor, base: Tensor, placement: Placement, n: int) -> Placement:
     Returns:
         The placement.
     """
+    if isinstance(placement, Tensor) and placement.numel() and placement.max() < 0:
+        return placement.new_full([1] * x.dim(), -1)  # no row has entered yet
     memory, view = _in_memory(base, placement, n), View.of(x)
     part = None if memory is None else _part(memory, view, base)
     if part is None:

@@ -2211,6 +2211,43 @@ def test_rows_that_other_factors_have_entered(count: int) -> None:
     assert_agrees(model.c.weight.grad_batch, expected, "c.weight")
 
 
+# What is done to planes ``[1, 2, 5, 5]`` with a height and a width
+OF_SIZES: Dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "nearest": lambda x, h, w: F.interpolate(x, size=(h, w)),
+    "bilinear": lambda x, h, w: F.interpolate(x, size=(h, w), mode="bilinear"),
+    "pool": lambda x, h, w: F.adaptive_avg_pool2d(x, (h, w)),
+    "pad": lambda x, h, w: F.pad(x, (0, w, 0, h), value=1.0),
+    "slice": lambda x, h, w: x[..., :h, :w],
+    "narrow": lambda x, h, w: x.narrow(2, 0, h).narrow(3, 0, w),
+    "repeat": lambda x, h, w: x.repeat(1, 1, h, w),
+    "expand": lambda x, h, w: x[:, :, :1, :1].expand(1, 2, h, w),
+    "arange": lambda x, h, w: x[:, :, torch.arange(h)][..., torch.arange(w)],
+}
+
+
+@pytest.mark.parametrize("of_data", [False, True])
+@pytest.mark.parametrize("name", OF_SIZES)
+def test_sizes_that_are_read_from_samples(name: str, of_data: bool) -> None:
+    """What is made of a table, or of a sample, with sizes of a sample is of it."""
+
+    def forward(m: Module, x: Tensor, sizes: Tensor) -> Tensor:
+        planes = [m.a(row)[None] if of_data else m.a for row in x]
+        made = [OF_SIZES[name](y, *size) for y, size in zip(planes, sizes)]
+        rows = [y.sin().sum((0, 2, 3)) * row.mean() for y, row in zip(made, x)]
+        return m.b(torch.stack(rows))
+
+    first = nn.Linear(5, 5) if of_data else param(1, 2, 5, 5)
+    layers = {"a": first, "b": nn.Linear(2, 3)}
+    model = extend(Lambda(forward, **layers)).to(F64)
+    x = torch.randn(3, 2, 5, 5, dtype=F64)
+    sizes = torch.tensor([[4, 4], [1, 3], [2, 5]])
+    with backpack(BatchGrad()):
+        model(x, sizes).square().sum().backward()
+    losses = model(x, sizes).square().sum(1)
+    for p in model.parameters():
+        assert_agrees(p.grad_batch, jacobian(losses, [p])[0])
+
+
 @pytest.mark.parametrize("sizes", [[3, 3, 3], [2, 4, 1]], ids=str)
 @pytest.mark.parametrize("kind", ["bool", "infinite", "least"])
 def test_masks_of_packed_rows(

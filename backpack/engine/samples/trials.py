@@ -281,7 +281,8 @@ class Trial:
         """
         n, outs, what = self._n, self._outs, self.describe()
         entering = torch.cat([i.flatten().cpu() for i in self.numbers if i is not None])
-        single = len(entering[entering >= 0].unique()) < 2
+        entering = entering[entering >= 0].unique()
+        single = len(entering) < 2
         # whether two numbers agree may seem to be up to one of them, half of the time
         least = [1 if single else 3 + 12 // n + 16 // (1 + x.numel()) for x in outs]
         times, ones, zeros = ([_nowhere(x).long() for x in outs] for _ in range(3))
@@ -323,6 +324,9 @@ class Trial:
                 met[j] |= few or conflict(numbers, own.where(times[j] > 0, -1))
             if met[j] or bool((own[certain] >= n).any()):
                 placement = Mixed(what)
+            elif reason and placement is None and len(entering) == 1:
+                # as a size that is read from a sample: all that comes out is of it
+                placement = entering.to(out.device).expand([1] * out.dim()).clone()
             elif reason and placement is None:
                 placement = Mixed(f"{what} ({str(reason)[:100]})", False)
             found.append(placement)

@@ -1122,6 +1122,16 @@ SAMPLES: Dict[str, Row] = {
         "used where extensions can't see it: .*, 'b.bias' of Layers. ",
         "contains a derivative of the network: .* inside of `backpack.disable",
     ),
+    "met-in-a-function": Row(
+        lambda: run(
+            Layers(lambda m, x: F.batch_norm(m.a(x), None, None, training=True)),
+            BatchGrad(),
+        ),
+        NotImplementedError,
+        "BatchGrad: samples have met in `batch_norm` .* of Layers",
+        "quantities of individual samples are not defined",
+        r"normalize by running averages \(`\.eval\(\)`",
+    ),
     "no-input-enters": Row(
         lambda: run(Layers(lambda m, x: m.a.bias.expand(len(x), 3)), BatchGrad()),
         NotImplementedError,
@@ -1186,7 +1196,7 @@ SECOND_ORDER: Dict[str, Row] = {
             AssertionError,
             rf"{ext.__name__} \(field '{ext().savefield}'\).*Linear.*'1' of Sequential",
             "no extended loss",
-            r"lossfunc = extend\(lossfunc\)",
+            r"returns a single number .* `lossfunc = extend\(lossfunc\)`",
         )
         for ext in (DiagGGNExact, KFAC, KFRA, DiagHessian, HMP)
     },

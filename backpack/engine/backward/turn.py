@@ -41,9 +41,10 @@ from backpack.utils.types import tensors_in
 EXTEND_LOSS = (
     "{ext} (field '{field}') found no quantity pulled back to {module}, because no "
     "extended loss was met before it in this backward pass. Second-order extensions "
-    "start at the loss: use a loss module, `lossfunc = extend(lossfunc)`, and compute "
-    "the loss from this model's output with it. If it is a derivative that a forward "
-    "pass takes by parameters, take it inside of `with backpack.disable():`."
+    "start at the loss: use a module that returns a single number (reduction='mean' or "
+    "'sum'), `lossfunc = extend(lossfunc)`, and compute the loss from this model's "
+    "output with it. If it is a derivative that a forward pass takes by parameters, "
+    "take it inside of `with backpack.disable():`."
 )
 NEGATIVE_LOSS = (
     "{module}: the loss is multiplied by {factor}, and the Hessian of the result is "

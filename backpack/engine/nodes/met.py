@@ -12,6 +12,7 @@ MET = (
     "(pad samples that are tensors in a list, or rows that a mask alone keeps apart "
     "outside of `scaled_dot_product_attention`), "
 )
+BATCH_NORM = "normalize by running averages (`.eval()`, or `training=False`), "
 OTHERWISE = (
     "detach what only keeps numbers in range (`x - x.max().detach()`), or compute this "
     "part of the loss in a backward pass outside of the context."
@@ -47,6 +48,7 @@ def refuse(what: str, met: Mixed, names: str) -> None:
         what=what, operation=met.operation + where, names=names
     )
     if met.is_known:
+        text += BATCH_NORM if "batch_norm" in met.operation else ""
         text += AS_DATA if met.is_data else OTHERWISE
         text += ANOTHER_INPUT if met.is_of_inputs else ""
     raise NotImplementedError(text)

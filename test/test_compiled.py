@@ -1263,6 +1263,32 @@ def test_own_loss(name: str, plain: bool, monkeypatch: pytest.MonkeyPatch):
     compare(step, step.traced(ext), [ext])
 
 
+class Curved(Module):
+    """A layer of one's own, which module rules repeat."""
+
+    def __init__(self):
+        """Create the parameter."""
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Bend each feature."""
+        return (x * self.weight).tanh() + x.sin()
+
+
+@pytest.mark.parametrize("plain", [False, True], ids=["", "after-a-plain-pass"])
+@pytest.mark.parametrize("name", WALKING)
+def test_own_layer(name: str, plain: bool, monkeypatch: pytest.MonkeyPatch):
+    """Neither is what was found out of a layer."""
+    monkeypatch.setattr("backpack.utils.state._ANSWERS", {})
+    ext, step = make(name), Step()
+    step.model = extend(nn.Sequential(step.model, Curved(), nn.Linear(4, 4)).to(F64))
+    if plain:
+        step.plain(ext)
+        step.taken(ext)
+    compare(step, step.traced(ext), [ext])
+
+
 @pytest.mark.usefixtures("cpu")
 @pytest.mark.parametrize("name", ["EKFAC", "DiagHessian", "KFAC"])
 def test_numbers_without_eigenvectors(name: str):

@@ -24,7 +24,7 @@ from backpack.extensions.backprop_extension import BackpropExtension
 from backpack.utils.disable import disable
 from backpack.utils.errors import raise_error_if_coupled
 from backpack.utils.hooks import message, without_hooks
-from backpack.utils.state import ask, may_look
+from backpack.utils.state import ask, may_look, out_of_sight
 from backpack.utils.types import Layer, dense, drawn_like
 
 IN_PLACE = (
@@ -196,6 +196,7 @@ def check_repeats(turn: Turn, extension: BackpropExtension, frozen: Layer) -> No
         raise RuntimeError(text) from error
 
 
+@out_of_sight
 def _check_slopes(turn: Turn, frozen: Layer) -> None:
     """Refuse calls that have other derivatives now, in what nothing else leads to."""
     call = turn.call
@@ -266,22 +267,19 @@ def check_samples_apart(
     meet = len(sizes) > 1
     if not meet and max(sizes) > 1:
         (n,), device = sizes, operands[0].device
-        numbers = torch.arange(n, device=device)
-        some = torch.stack([has_bit(numbers, *half) for half in halves(n)])
-        # drawing the columns must not change the user's random numbers
-        generator = torch.Generator(device).manual_seed(0)
-        columns = []
-        for x in operands:
-            drawn = torch.randn(x.shape, generator=generator, device=device).to(x.dtype)
-            mask = some.reshape(*some.shape, *[1] * (x.dim() - 1))
-            columns.append(drawn.where(mask, 0))
 
         def find() -> bool:
+            numbers = torch.arange(n, device=device)
+            some = torch.stack([has_bit(numbers, *half) for half in halves(n)])
+            columns = []
+            for x, drawn in zip(operands, drawn_like(operands)):
+                mask = some.reshape(*some.shape, *[1] * (x.dim() - 1))
+                columns.append(drawn.where(mask, 0))
             return any(result[~some].any() for result in product(columns))
 
         module = linear.module
         key = "meet", type(extension), type(module), repr(module), *sizes
-        meet = ask(columns[0], key, find)
+        meet = ask(operands[0], key, find)
     if meet:
         text = message(SAMPLES_MEET, ext=extension, module=linear.module)
         raise NotImplementedError(text)

@@ -6,12 +6,13 @@ and compiled functions.
 
 from __future__ import annotations
 
+from copy import deepcopy
 from functools import partial
 from typing import Any, Callable, Dict, Tuple
 
 import pytest
 import torch
-from cases import Tensors, make_extension
+from cases import Tensors, make_extension, randomize
 from oracle import assert_agrees
 from per_sample import (
     F64,
@@ -668,6 +669,60 @@ def test_derivative_by_parameters() -> None:
         ),
     )
     assert_refused(row, "BatchGrad", "samples have met in `mm`")
+
+
+# Models ``[n, 1, 6] -> [n, 3]`` whose derivatives are others than products
+CURVED: Dict[str, Callable[[], Module]] = {
+    "convolution": lambda: nn.Sequential(
+        nn.Conv1d(1, 2, 3), nn.Tanh(), nn.Flatten(), nn.Linear(8, 3)
+    ),
+    "convolutions": lambda: nn.Sequential(
+        *(nn.Conv1d(1, 4, 3, bias=False), nn.GroupNorm(2, 4), nn.SiLU()),
+        *(nn.Conv1d(4, 2, 2, groups=2), nn.Softplus(), nn.Flatten(), nn.Linear(6, 3)),
+    ),
+    "max-pooling": lambda: nn.Sequential(
+        *(nn.Conv1d(1, 2, 3, padding=1), nn.MaxPool1d(2), nn.Flatten()),
+        *(nn.Tanh(), nn.Linear(6, 3)),
+    ),
+    "transposed": lambda: nn.Sequential(
+        nn.ConvTranspose1d(1, 2, 2), nn.Tanh(), nn.Flatten(), nn.Linear(14, 3)
+    ),
+    "layer-norm": lambda: nn.Sequential(
+        *(nn.Flatten(), nn.Linear(6, 5), nn.LayerNorm(5), nn.GELU(), nn.Linear(5, 3)),
+    ),
+    "batch-norm": lambda: nn.Sequential(
+        *(nn.Conv1d(1, 2, 3), nn.BatchNorm1d(2), nn.Tanh(), nn.Flatten()),
+        nn.Linear(8, 3),
+    ),
+}
+
+
+@pytest.mark.parametrize("graph", [False, True])
+@pytest.mark.parametrize("name", CURVED)
+def test_products_with_the_hessian(name: str, graph: bool) -> None:
+    """The derivative of a gradient along a direction is a sum over samples, too."""
+    torch.manual_seed(0)
+    model = randomize(CURVED[name]().to(F64)).eval()
+    x, loss = torch.randn(N, 1, 6, dtype=F64, requires_grad=graph), nn.MSELoss()
+    directions = [torch.randn_like(p) for p in model.parameters()]
+
+    def along(model: Module, x: Tensor) -> Tensor:
+        params = list(model.parameters())
+        value = loss(model(x), torch.zeros(len(x), 3, dtype=F64)) * len(x)
+        slopes = grad(value, params, create_graph=True)
+        return sum((g * v).sum() for g, v in zip(slopes, directions))
+
+    plain = deepcopy(model)
+    rows = [
+        grad(along(plain, row[None]), list(plain.parameters()), allow_unused=True)
+        for row in x
+    ]
+    extend(model)
+    with backpack(BatchGrad()):
+        along(model, x).backward()
+    for p, of_param in zip(model.parameters(), zip(*rows)):
+        parts = [torch.zeros_like(p) if g is None else g for g in of_param]
+        assert_agrees(p.grad_batch, torch.stack(parts))
 
 
 class Times(torch.autograd.Function):

@@ -39,6 +39,7 @@ from backpack.engine.nodes.user_hooks import (
 from backpack.engine.nodes.uses import ENTRIES, Use, is_noted
 from backpack.engine.nodes.vjp import is_users
 from backpack.engine.samples.gaps import explain_place
+from backpack.engine.samples.probes import takes_any
 from backpack.utils.module_classification import is_loss
 
 
@@ -213,7 +214,7 @@ class Inspection:
                 for constant in owner.constants:
                     if owner.is_function:
                         taken = self._functions.setdefault(node, set())
-                        taken.add(tuple(constant.stand_in[:2]))
+                        taken.add(constant.place)
                     elif constant.stand_in is not None:
                         self._stand_ins[constant.stand_in.node] = owner
                     else:
@@ -354,12 +355,14 @@ class Inspection:
             pairs = _numbered(nodes, self._direct.get(id(param), ()))
             # what came before is not part of a use, though that goes on from it
             taken = {node for use, node in pairs if self._is_inside(node, use)}
-            nodes = [x for x in nodes if x not in taken]
+            nodes = [x for x in nodes if x not in taken and self._takes(x, param)]
             if nodes:
                 found[param] = nodes
         for node in self.nodes if self._functions else ():
             for parent, number in node.next_functions:
-                if parent in self._functions and not is_noted(parent, number):
+                if parent not in self._functions or is_noted(parent, number):
+                    continue
+                if takes_any(GradientEdge(parent, number), self._functions[parent]):
                     for param in leaves_behind(parent):  # no turn is at this output
                         found.setdefault(param, []).append(node)
         for _, constant, node in self.entered():
@@ -373,6 +376,14 @@ class Inspection:
             }
             found = {param: nodes for param, nodes in unseen.items() if nodes}
         return found
+
+    def _takes(self, node: Node, param: Tensor) -> bool:
+        """Tell whether what is used of a node's results depends on a parameter of it."""
+        leaves = [x for x in node.next_functions if x[0] and is_leaf(x[0])]
+        places = [x for x in leaves if x[0].variable is param]
+        used = [x for y in self.nodes for x in y.next_functions if x[0] is node]
+        used += [root[:2] for root in self.roots if root.node is node]
+        return any(takes_any(GradientEdge(*x), places) for x in dict.fromkeys(used))
 
     @cached_property
     def data_nodes(self) -> set[Node]:

@@ -93,6 +93,12 @@ class Constant:
             return self.stand_in.node
         return get_gradient_edge(self.leaf).node
 
+    @property
+    def place(self) -> tuple[Node, int] | None:
+        """Its stand-in's node, and which of the outputs; ``None`` without stand-in."""
+        edge = self.stand_in
+        return None if edge is None else (edge.node, edge.output_nr)
+
 
 def edge_of(x: Tensor) -> GradientEdge:
     """Return where a tensor sits in the graph, which must be the case.

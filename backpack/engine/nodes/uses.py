@@ -433,6 +433,19 @@ def entries_at(node: Node) -> list[Entry]:
     return node.metadata.setdefault(ENTRIES, [])
 
 
+def constants_at(node: Node) -> set[Any]:
+    """Return the places of what the uses at a node take that is no data.
+
+    Args:
+        node: Node of the graph.
+
+    Returns:
+        Where their constants sit in the graph; ``None`` if one has no place of its own.
+    """
+    owners = {e.owner for e in node.metadata.get(ENTRIES, ()) if e.owner.is_use}
+    return {constant.place for use in owners for constant in use.constants}
+
+
 def is_noted(node: Node, number: int) -> bool:
     """Tell whether an output of a node is known to be that of a use.
 

@@ -23,7 +23,7 @@ from backpack.engine.nodes.functions import BY_STRIDES
 from backpack.engine.nodes.uses import Use, is_noted
 from backpack.engine.nodes.vjp import is_function
 from backpack.engine.samples.placements import MARK, in_key, mark_of
-from backpack.engine.samples.probes import Known, Source, probe
+from backpack.engine.samples.probes import Known, Source, probe, takes_any
 from backpack.utils.hooks import without_hooks
 from backpack.utils.parallel import SINKS, communicates
 from backpack.utils.state import out_of_sight
@@ -176,6 +176,9 @@ def note_at(edge: GradientEdge, known: Known, by_rule: bool = False) -> bool:
     """
     use = _use_of(edge.node, known)
     if use is None or by_rule and use.operation is None:
+        return False
+    places = {constant.place for constant in use.constants}
+    if isinstance(known.placement, Mixed) and not takes_any(edge, places):
         return False
     use.attach_at(edge, graph.shape_at(edge), known.placement)
     return True

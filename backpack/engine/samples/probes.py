@@ -12,7 +12,15 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import combinations
 from math import nan
-from typing import Any, Callable, Iterable, Iterator, NamedTuple, Sequence
+from typing import (
+    Any,
+    Callable,
+    Collection,
+    Iterable,
+    Iterator,
+    NamedTuple,
+    Sequence,
+)
 
 import torch
 from torch import Tensor
@@ -265,6 +273,34 @@ def leads_to(edge: GradientEdge, places: list[GradientEdge]) -> list[GradientEdg
         return places
     pairs = zip(places, found)
     return [x for x, g in pairs if g is not None and (g.isnan().any() or not g.numel())]
+
+
+def takes_any(edge: GradientEdge, places: Collection[tuple]) -> bool:
+    """Tell whether a result depends on some of what its node takes, directly.
+
+    The derivative of a layer has several results, of which those for its parameters
+    are made of data alone, though the node takes these parameters.
+
+    Args:
+        edge: Where the result sits in the graph.
+        places: Places of operands.
+
+    Returns:
+        Whether it may.
+    """
+    node, number, *_ = edge
+    if not (is_own(node) and set(places).issubset(node.next_functions)):
+        return True
+    marked: list[Tensor | None] = [None] * len(node._input_metadata)
+    marked[number] = zeros_at(edge).fill_(nan)
+    try:
+        with state().pull(), torch.no_grad():
+            found = node(*marked)  # by itself: operands may be behind others, too
+    except RuntimeError:  # what it needs was freed
+        return True
+    found = found if isinstance(found, tuple) else (found,)
+    taken = [g for place, g in zip(node.next_functions, found) if place in places]
+    return any(g is not None and bool(g.isnan().any()) for g in taken)
 
 
 _Tangents = dict[tuple[Node, int, int], Tensor]

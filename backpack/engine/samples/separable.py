@@ -14,9 +14,10 @@ from torch.autograd.graph import GradientEdge, Node
 
 from backpack.core.layout import Mixed, has_bit
 from backpack.engine.nodes.graph import has_use
+from backpack.engine.nodes.uses import constants_at
 from backpack.engine.nodes.vjp import is_function, operation_of, pull
 from backpack.engine.samples.gaps import differ, explain_parents, sources_of
-from backpack.engine.samples.probes import Source, zeros_at
+from backpack.engine.samples.probes import Source, takes_any, zeros_at
 from backpack.utils.state import state
 from backpack.utils.types import drawn_like
 
@@ -26,7 +27,8 @@ _LINEAR = frozenset(
     "Stack Cat Split SplitWithSizes Unbind Select Slice Index IndexSelect Gather "
     "Scatter MaskedSelect MaskedFill ScatterAdd IndexAdd IndexPut AsStrided Diagonal "
     "DiagEmbed Copy CopySlices View UnsafeView ReshapeAlias Squeeze Unsqueeze Expand "
-    "Transpose T Permute Flip Repeat ConstantPadNd Clone Alias ToCopy _Together".split()
+    "Transpose T Permute Flip Repeat ConstantPadNd Clone Alias ToCopy Convolution "
+    "_Together".split()
 )
 
 
@@ -43,7 +45,15 @@ def is_separable(roots: Sequence[GradientEdge]) -> bool:
         Whether it is known to be, as a function of what the last uses have computed.
     """
     sources, nodes = sources_of(roots, past_meetings=True)
-    if any(map(has_use, nodes)) or len({source.known.n for source in sources}) != 1:
+    if len({source.known.n for source in sources}) != 1:
+        return False
+    known = {source.edge[:2] for source in sources}
+    places = [
+        *roots,
+        *(GradientEdge(*x) for node in nodes for x in node.next_functions),
+    ]
+    beside = [x for x in places if x.node in nodes and x[:2] not in known]
+    if any(has_use(x.node) and takes_any(x, constants_at(x.node)) for x in beside):
         return False
     with suppress(Exception), state().pull(), torch.enable_grad():
         return all(map(_may_take, nodes)) and _has_no_mixed_derivatives(roots, sources)

@@ -7,6 +7,7 @@ positions as samples and with another number of them.
 
 import math
 import sys
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from functools import partial
@@ -59,12 +60,20 @@ from backpack.extensions import (
     BatchJacobian,
     BatchL2Grad,
     DiagGGNExact,
+    SumGradSquared,
     Variance,
 )
 
 aten = torch.ops.aten
 W, B = {"w": (3, 4)}, {"w": (3, 4), "b": (3,)}
 IO = {"w": (4, 3), "b": (3,)}
+
+
+def table_first(table: Tensor, ids: Tensor) -> Tensor:
+    """Average rows of a table, in an order of arguments that PyTorch warns of."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return F.embedding_bag(table, ids)
 
 
 def products_with_zeros(m: Module, x: Tensor) -> Tensor:
@@ -125,6 +134,16 @@ LINEAR = {
         lambda m, x: torch.addmm(input=m.b, mat1=x, mat2=m.w), 4, **IO
     ),
     "addmm-one-number": use(lambda m, x: torch.addmm(m.s, x, m.w), 4, s=(1,), w=(4, 3)),
+    "addmm-a-number": use(lambda m, x: torch.addmm(m.s, x, m.w), 4, s=(), w=(4, 1)),
+    "inner-of-one-feature": use(lambda m, x: torch.inner(x[:, :1], m.s), 4, s=()),
+    **{
+        f"permuted-{k}": use(
+            lambda m, x, axes=axes: (x @ m.w.permute(axes).flatten(1)).tanh(),
+            *(4,),
+            w=tuple([(4, 2, 3)[[a % 3 for a in axes].index(i)] for i in range(3)]),
+        )
+        for k, axes in enumerate([(-1, 0, 1), (-1, -3, -2), (-2, -1, 0), (1, 0, -1)])
+    },
     "addmm-rows": use(
         lambda m, x: torch.addmm(m.r[: len(x)], x, m.w), 4, r=(N, 1), w=(4, 4)
     )._replace(alone=False),
@@ -454,6 +473,10 @@ LOOKUPS = {
         ),
         "embedding-bag-max": (
             lambda m, i: F.embedding_bag(i % 2, m.w, mode="max").sin(),
+            TABLE,
+        ),
+        "embedding-bag-in-the-old-order": (
+            lambda m, i: table_first(m.w, i).sin(),
             TABLE,
         ),
         "embedding-bag-mean": (lambda m, i: F.embedding_bag(i, m.w).sin(), TABLE),
@@ -1097,6 +1120,30 @@ def energy_gradient(m: Module, x: Tensor) -> Tensor:
     energy = (x @ m.w).cos().sum()
     (force,) = torch.autograd.grad(energy, x, create_graph=True)
     return force
+
+
+@pytest.mark.parametrize("layer", [nn.Embedding, nn.EmbeddingBag])
+@pytest.mark.parametrize("quantity", [BatchGrad, BatchL2Grad, SumGradSquared])
+def test_padding_that_is_not_finite(quantity: Callable, layer: Callable) -> None:
+    """What would be added to rows that are left out is left out, whatever it is."""
+    model = Lambda(
+        lambda m, i: m.table(i).square().sum(-1).sqrt().reshape(len(i), -1).sum(1),
+        table=layer(4, 2, padding_idx=0),
+    ).to(F64)
+    ids = torch.tensor([[1, 0], [0, 0], [2, 3]])
+    table = model.table.weight
+    expected = torch.stack(
+        [torch.autograd.grad(model(i[None])[0], table)[0] for i in ids]
+    )
+    extend(model)
+    with backpack(quantity()):
+        model(ids).sum().backward()
+    value = {
+        BatchGrad: lambda: (table.grad_batch, expected),
+        BatchL2Grad: lambda: (table.batch_l2, expected.square().sum((1, 2))),
+        SumGradSquared: lambda: (table.sum_grad_squared, expected.square().sum(0)),
+    }[quantity]()
+    assert_agrees(*value)
 
 
 class Pair(torch.autograd.Function):

@@ -31,7 +31,7 @@ from backpack.core.per_sample.apart import Apart
 from backpack.core.per_sample.base import Dense, PerSample, Summed
 from backpack.core.per_sample.order import simplest
 from backpack.core.per_sample.outer import Outer
-from backpack.core.per_sample.rows import Bagged, Rows
+from backpack.core.per_sample.rows import Bagged, Rows, left_out
 from backpack.utils.types import as_type, dense, version_of
 
 Key = Union[int, str]  # where an argument stands: its position, or its keyword
@@ -316,7 +316,7 @@ class Contraction(Operation):
         if key != self.key:
             if prod(shape) != b.shape[3:].numel():
                 return None
-            if len(shape) > 1:
+            if len(shape) != 1:
                 return Dense(b.sum(2).reshape(*b.shape[:2], *shape), shape)
             return Summed(b.flatten(3), shape)
         x = self._inputs_like(b)
@@ -483,7 +483,7 @@ class Bags(Operation):
             out, cotangents.shape[1:], n, ids.device  # type: ignore[arg-type]
         )[:, 0]
         arrangement = Arrangement(numbers[bag], ids.shape, n)
-        b = cotangents.index_select(1, bag) * factors.unsqueeze(1)
+        b = left_out(cotangents.index_select(1, bag), valid) * factors.unsqueeze(1)
         filled = arrangement.rows(b.new_ones(ids.shape))
         ids, b = arrangement.rows(ids).long(), arrangement.rows(b, 1)
         return Bagged(ids, b, shape, filled)

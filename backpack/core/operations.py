@@ -170,6 +170,8 @@ def _embedding(call: Called) -> Operation | None:
 def _bags(call: Called) -> Operation | None:
     names = "input weight offsets max_norm norm_type scale_grad_by_freq mode sparse "
     bound = call.bind(names + "per_sample_weights include_last_offset padding_idx")
+    if not bound["weight"].is_floating_point():  # in an order that was given up
+        bound["input"], bound["weight"] = bound["weight"], bound["input"]
     mode, padding = bound.get("mode", "mean"), bound.get("padding_idx")
     if mode == "max" or bound.get("scale_grad_by_freq") or len(call.keys) > 1:
         return None
@@ -334,7 +336,7 @@ def _inner(call: Called) -> Operation | None:
     key, both = call.operand(), call.args
     sizes = [x.dim() - 1 for x in both]
     first, second = range(sizes[0]), range(sizes[0], sum(sizes))
-    if key is None:
+    if key is None or -1 in sizes:  # a number scales
         return None
     terms = (*first, "k"), (*second, "k")
     return _contraction(key, key, both, terms, [*first, *second])

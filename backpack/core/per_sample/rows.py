@@ -14,6 +14,19 @@ from backpack.core.per_sample.sums import chunks, scaled
 from backpack.utils.types import full_precision
 
 
+def left_out(b: Tensor, valid: Tensor) -> Tensor:
+    """Take cotangents out of what is not added, as of padding, whatever they are.
+
+    Args:
+        b: Cotangents of shape ``[V, *, D]``.
+        valid: Where something is added, of shape ``[*]``: elsewhere, it is zero.
+
+    Returns:
+        The same with zeros there.
+    """
+    return b.masked_fill((valid == 0).unsqueeze(-1), 0)
+
+
 class Rows(PerSample):
     """Products that add rows at given indices: ``p[id[n, t]] += b[v, n, t]``.
 
@@ -39,7 +52,7 @@ class Rows(PerSample):
         self.ids, self.shape = ids, shape
         self.table = torch.Size([shape[0], b.shape[-1]])
         self.valid = torch.ones_like(ids, dtype=b.dtype) if valid is None else valid
-        self.b = b if valid is None else b * valid.unsqueeze(-1)
+        self.b = b if valid is None else left_out(b, valid)
         self.num_columns, self.batch_size, self.positions = b.shape[:3]
 
     def joins(self, other: PerSample) -> bool:  # noqa: D102

@@ -371,7 +371,7 @@ def _order_of(node: Node, dim: int) -> list[int]:
     """Tell which axes come first, second and so on behind a node that permutes them."""
     order = list(range(dim))
     if hasattr(node, "_saved_dims"):
-        return [d % dim for d in node._saved_dims]
+        return [_signed(d) % dim for d in node._saved_dims]
     swapped = [getattr(node, f"_saved_dim{i}", i) for i in (0, 1)]
     i, j = (_signed(d) % dim for d in swapped)
     order[i], order[j] = order[j], order[i]

@@ -378,7 +378,7 @@ class Inspection:
         return found
 
     def _takes(self, node: Node, param: Tensor) -> bool:
-        """Tell whether what is used of a node's results depends on a parameter of it."""
+        """Tell whether what is used of a node depends on a parameter that it takes."""
         leaves = [x for x in node.next_functions if x[0] and is_leaf(x[0])]
         places = [x for x in leaves if x[0].variable is param]
         used = [x for y in self.nodes for x in y.next_functions if x[0] is node]

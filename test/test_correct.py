@@ -3087,7 +3087,7 @@ NO_POSITIONS: Dict[str, Tuple[Callable[[], Module], Callable[[], Tensor]]] = {
 
 
 @pytest.mark.parametrize("name", NO_POSITIONS)
-@pytest.mark.parametrize("loss", [nn.CrossEntropyLoss, nn.MSELoss])
+@pytest.mark.parametrize("loss", [nn.CrossEntropyLoss, nn.MSELoss, nn.HuberLoss])
 def test_no_positions(name: str, loss: Callable) -> None:
     """Samples without a position have gradients, squares and curvatures of zero."""
     make, data = NO_POSITIONS[name]
@@ -3128,7 +3128,10 @@ def test_empty_batch(name: str, loss: Callable, reduction: str) -> None:
     model, x = {
         "linear": (mlp(nn.Tanh()), torch.randn(0, 4)),
         "convolution": (
-            nn.Sequential(nn.Conv1d(2, 3, 2), nn.Flatten(), nn.Linear(6, 3)),
+            nn.Sequential(
+                *(nn.Conv1d(2, 2, 1), nn.Tanh(), nn.Conv1d(2, 3, 2), nn.Flatten()),
+                nn.Linear(6, 3),
+            ),
             torch.randn(0, 2, 3),
         ),
         "embedding": (

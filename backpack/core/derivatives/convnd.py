@@ -151,7 +151,7 @@ class ConvNDDerivatives(LinearMapDerivatives, BaseParameterDerivatives):
         geometry = self._geometry(module, module.input0, module.output)
         args = columns, x, module.weight, None, *geometry, module.groups
         products, *_ = torch.ops.aten.convolution_backward(*args, (True, False, False))
-        return self.reshape_like_input(products, module)
+        return products.unflatten(0, mat.shape[:2])
 
     def _geometry(self, module: Layer, x: Tensor, output: Tensor) -> Geometry:
         """Describe a call of a layer on padded input, unless padding is the library's.

@@ -250,7 +250,7 @@ class GenericLossDerivatives(BaseLossDerivatives):
         columns = unit_columns(prediction, 1)
         size, hessian = len(columns), hessian_mat_prod(columns)
         hessian = hessian.reshape(size, num_samples, size).movedim(0, 1)
-        if num_samples == 0:
+        if not hessian.numel():
             return hessian
         looks = may_look(hessian)
         if looks and not hessian.isfinite().all():
@@ -269,7 +269,7 @@ class GenericLossDerivatives(BaseLossDerivatives):
 
     def check_psd(self, module: Layer) -> None:  # noqa: D102
         hessian = self._hessian(module, may_couple=True)
-        if len(hessian):
+        if hessian.numel():
             self._factor(module, hessian)
 
     def _sum_hessian(self, module: Layer, g_inp: Grads, g_out: Grads) -> Tensor:
@@ -280,7 +280,7 @@ class GenericLossDerivatives(BaseLossDerivatives):
     ) -> Tensor:
         hessian = subsample(self._hessian(module), subsampling=subsampling)
         shape = hessian.shape[1], *subsample(module.input0, 0, subsampling).shape
-        if len(hessian) == 0:
+        if not hessian.numel():
             return module.input0.new_zeros(shape)
         factor = self._factor(module, hessian)  # [n, feature, v]
         return factor.movedim(2, 0).to(module.input0.dtype).reshape(shape)
@@ -327,7 +327,7 @@ class GenericLossDerivatives(BaseLossDerivatives):
 
     def sqrt_hessian_compact(self, module: Layer) -> Tensor:  # noqa: D102
         columns = super().sqrt_hessian_compact(module)
-        if not may_look(columns):
+        if not (len(columns) and may_look(columns)):
             return columns
         used = flatten(columns, 1).any(1)
         used[0] |= ~used.any()  # at least one column, of zeros

@@ -54,7 +54,7 @@ class LinearMapDerivatives(BaseDerivatives):
         with enable_grad():
             y = self.linear_part(module, x)
         (products,) = grad(y, x, columns.to(y.dtype))
-        return self.reshape_like_input(products, module)
+        return products.unflatten(0, mat.shape[:2])
 
 
 class FlattenDerivatives(LinearMapDerivatives):

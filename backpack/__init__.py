@@ -44,8 +44,8 @@ from backpack.utils.older_torch import (
     make_backward_overridable,
     make_packed_sequences_trees,
 )
-from backpack.utils.state import ENTERED, LEFT_ELSEWHERE, State, state
-from backpack.utils.types import Grads, undisturbed
+from backpack.utils.state import ENTERED, LEFT_ELSEWHERE, State, share, state
+from backpack.utils.types import Grads, tensors_in, undisturbed
 
 __all__ = [
     "BackpropExtension",
@@ -101,6 +101,7 @@ class _Announce(TorchFunctionMode):
         if torch.compiler.is_dynamo_compiling():
             run = _Announce.__torch_function__
             return untraced(run, self, func, types, args, kwargs)
+        share(tensors_in([*args, *kwargs.values()]))
         current = state()
         if torch._C._current_graph_task_id() == -1:
             current.forget_unannounced()  # has failed

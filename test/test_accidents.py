@@ -26,7 +26,7 @@ from backpack import backpack, compile_step, extend
 from backpack.engine.forward import hooks
 from backpack.engine.samples.trials import _WithoutCudnn
 from backpack.extensions import KFRA, BatchGrad, DiagGGNExact, DiagHessian
-from backpack.utils.state import State, state
+from backpack.utils.state import _KEY, State, state
 
 N = 5
 PLAIN: Any = {"backend": lambda graph, _: graph.forward}  # no compiler
@@ -114,6 +114,21 @@ def in_another_thread(run: Callable[[], Any]) -> Callable[[], None]:
             raise errors[0]
 
     return wrapped
+
+
+def test_what_a_thread_leaves() -> None:
+    """PyTorch keeps nothing of ours for a thread: freeing it may abort the process."""
+    model, x = extend(nn.Linear(3, 2)), torch.randn(N, 3)
+    kept = []
+
+    def run() -> None:
+        model(x).sum().backward()
+        with backpack(BatchGrad()):
+            model(x).sum().backward()
+        kept.append(torch._C._is_key_in_tls(_KEY))
+
+    in_another_thread(run)()
+    assert kept == [State.has_threads]
 
 
 def test_statistics_of_another_thread() -> None:

@@ -13,11 +13,13 @@ from typing import Any, Callable, Dict, List, NamedTuple, Optional, Tuple, Type
 
 import pytest
 import torch
+from oracle import assert_agrees
 from torch import Tensor, nn
 from torch.autograd import grad
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from backpack import backpack, extend
 from backpack.core.derivatives import recurrent
 from backpack.core.derivatives.generic import (
     input_batch_axis,
@@ -30,6 +32,7 @@ from backpack.core.derivatives.recurrent import RecurrentDerivatives
 from backpack.core.derivatives.rnn import RNNDerivatives
 from backpack.core.per_sample.base import Dense, PerSample
 from backpack.core.per_sample.outer import Outer
+from backpack.extensions import BatchGrad
 
 F64 = torch.float64
 N, T, D_IN, HIDDEN, PROJECTED = 3, 4, 2, 3, 2
@@ -464,3 +467,37 @@ def test_supports(train: bool, dropout: float, layers: int, expected: bool):
     """Only dropout that is drawn stands in the way."""
     module = nn.LSTM(2, 3, layers, dropout=dropout).train(train)
     assert LSTMDerivatives().supports(module, (torch.ones(4, 3, 2),)) is expected
+
+
+class Chunks(nn.Module):
+    """A model of a part of a sequence that is given a state, and returns the next."""
+
+    def __init__(self, kind: str, layers: int):
+        """Create the layers."""
+        super().__init__()
+        self.layer = getattr(nn, kind)(D_IN, HIDDEN, layers, batch_first=True)
+        self.head = nn.Linear(HIDDEN, 2)
+
+    def forward(self, x: Tensor, state: Any = None) -> Tuple[Tensor, Any]:
+        """Map ``[N, T, D_IN]``, and states of each layer."""
+        x, state = self.layer(x, state)
+        return self.head(x), state
+
+
+@pytest.mark.parametrize("layers", [1, N, 5])
+@pytest.mark.parametrize("kind", ["RNN", "LSTM", "GRU"])
+def test_states_that_are_handed_on(kind: str, layers: int) -> None:
+    """A state of as many rows as there are layers is known for one by the layer."""
+    torch.manual_seed(0)
+    model, x = Chunks(kind, layers).to(F64), torch.randn(N, T, D_IN, dtype=F64)
+    _, state = model(x)
+    state = tree_map_only(Tensor, Tensor.detach, state)
+    params, rows = list(model.parameters()), []
+    for n in range(N):
+        own = tree_map_only(Tensor, lambda s, n=n: s[:, n : n + 1].contiguous(), state)
+        rows.append(grad(model(x[n : n + 1], own)[0].square().sum(), params))
+    extend(model)
+    with backpack(BatchGrad()):
+        model(x, state)[0].square().sum().backward()
+    for param, expected in zip(params, zip(*rows)):
+        assert_agrees(param.grad_batch, torch.stack(expected))

@@ -56,6 +56,7 @@ from backpack.engine.nodes.uses import Use
 from backpack.engine.samples.trials import Trial
 from backpack.extensions import (
     BatchDiagGGNExact,
+    BatchDotGrad,
     BatchGrad,
     BatchJacobian,
     BatchL2Grad,
@@ -134,6 +135,9 @@ LINEAR = {
         lambda m, x: torch.addmm(input=m.b, mat1=x, mat2=m.w), 4, **IO
     ),
     "addmm-one-number": use(lambda m, x: torch.addmm(m.s, x, m.w), 4, s=(1,), w=(4, 3)),
+    "einsum-of-whole-numbers": use(
+        lambda m, x: torch.einsum("ni,i->ni", (4 * x).long(), m.v) * x, 4, v=(4,)
+    ),
     "addmm-a-number": use(lambda m, x: torch.addmm(m.s, x, m.w), 4, s=(), w=(4, 1)),
     "inner-of-one-feature": use(lambda m, x: torch.inner(x[:, :1], m.s), 4, s=()),
     **{
@@ -475,6 +479,7 @@ LOOKUPS = {
             lambda m, i: F.embedding_bag(i % 2, m.w, mode="max").sin(),
             TABLE,
         ),
+        "column": (lambda m, i: m.v.view(-1, 1)[i].sin(), {"v": (5,)}),
         "embedding-bag-in-the-old-order": (
             lambda m, i: table_first(m.w, i).sin(),
             TABLE,
@@ -1120,6 +1125,15 @@ def energy_gradient(m: Module, x: Tensor) -> Tensor:
     energy = (x @ m.w).cos().sum()
     (force,) = torch.autograd.grad(energy, x, create_graph=True)
     return force
+
+
+def test_dot_products_of_large_rows() -> None:
+    """Rows of different indices have nothing in common, however large they are."""
+    table = nn.Embedding(3, 2)
+    with backpack(BatchDotGrad()):
+        extend(table)(torch.tensor([[0], [2]])).mul(1e25).sum().backward()
+    inf = math.inf
+    assert_agrees(table.weight.batch_dot, torch.tensor([[inf, 0.0], [0.0, inf]]))
 
 
 @pytest.mark.parametrize("layer", [nn.Embedding, nn.EmbeddingBag])

@@ -7,6 +7,7 @@ models elsewhere. Here are their options, what becomes of ``.grad``, what is ref
 import gc
 from contextlib import nullcontext
 from functools import partial
+from threading import Thread
 from typing import Any, Callable, Dict, List, NamedTuple, Optional, Tuple
 
 import pytest
@@ -41,6 +42,7 @@ from backpack.extensions import (
     WeightedGrad,
 )
 from backpack.extensions.backprop_extension import BackpropExtension
+from backpack.extensions.firstorder import weighted_grad
 from backpack.extensions.module_extension import ModuleExtension
 
 MLP = loss_case("mlp", nn.CrossEntropyLoss, classes)
@@ -410,6 +412,33 @@ def test_faults(where: str, replace: bool):
         loss(model(*X), *y).backward()
     for name, value in oracle("weighted_sum", *MLP.build()).items():
         assert_agrees(model.get_parameter(name).grad_weighted, value)
+
+
+@pytest.mark.parametrize("per", ["all", "parameter"])
+def test_one_extension_in_two_threads(
+    per: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Passes that run at the same time have weights of their own."""
+    ext, plain, calls = WeightedGrad(inverse, per=per), weighted_grad._sum, []
+
+    def during_another_pass(*args: Any) -> Tensor:
+        calls.append(args)
+        if len(calls) == 2:  # one pass of another thread in the midst of this one
+            thread = Thread(target=step, args=(ext,), kwargs={"case": SUM})
+            thread.start()
+            thread.join()
+        return plain(*args)
+
+    model, loss, X, y = extended(MLP)
+    for field in ("alone", "beside"):
+        if field == "beside":
+            monkeypatch.setattr(weighted_grad, "_sum", during_another_pass)
+        ext.savefield = field
+        with backpack(ext):
+            loss(model(*X), *y).backward()
+    assert len(calls) > len(list(model.parameters()))
+    for p in model.parameters():
+        assert_agrees(p.beside, p.alone)
 
 
 # What is refused

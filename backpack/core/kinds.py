@@ -32,7 +32,7 @@ from backpack.core.per_sample.base import Dense, PerSample, Summed
 from backpack.core.per_sample.order import simplest
 from backpack.core.per_sample.outer import Outer
 from backpack.core.per_sample.rows import Bagged, Rows, left_out
-from backpack.utils.types import as_type, dense, version_of
+from backpack.utils.types import as_type, dense, is_inexact, version_of
 
 Key = Union[int, str]  # where an argument stands: its position, or its keyword
 
@@ -334,7 +334,9 @@ class Contraction(Operation):
     def _inputs_like(self, b: Tensor) -> Tensor:
         """Order the other operand's axes: ``[*rows, *groups, *inputs]``."""
         sources = [self._sources[i] for i in (*self.rows, *self._groups)]
-        return _in_order(as_type(dense(self.data), b.dtype).conj(), sources)
+        x = dense(self.data)
+        x = as_type(x, b.dtype) if is_inexact(x) else x.to(b.dtype)
+        return _in_order(x.conj(), sources)
 
     def _of_matrices(
         self, shape: torch.Size, cotangents: Tensor, out: Layout, n: int

@@ -9,11 +9,21 @@ from __future__ import annotations
 
 import ctypes
 import sys
+import threading
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import wraps
 from types import FrameType
-from typing import Any, Callable, ClassVar, Hashable, Iterator, Sequence, TypeVar
+from typing import (
+    Any,
+    Callable,
+    ClassVar,
+    Hashable,
+    Iterable,
+    Iterator,
+    Sequence,
+    TypeVar,
+)
 
 import torch
 from torch import Tensor
@@ -30,7 +40,7 @@ from backpack.utils.types import unwatched
 
 C = TypeVar("C", bound=Callable)
 
-_KEY = "backpack.utils.state"
+_KEY, _LOCAL = "backpack.utils.state", threading.local()
 _MOST_ANSWERS = 10_000  # that are remembered
 _KEYS = torch._C._TorchDispatchModeKey
 _TRACERS = (_KEYS.PROXY, _KEYS.FAKE, _KEYS.FUNCTIONAL)  # other modes count, or print
@@ -96,8 +106,10 @@ class State:
         outside: Weak reference to a module through which a backward pass went while no
             context was active, in any thread; ``None`` if there was no such pass.
         begin: Begins a backward pass that nobody has announced.
+        has_threads: Whether autograd may run in threads of its own.
     """
 
+    has_threads: ClassVar[bool] = False
     outside: ClassVar[Callable[[], Module | None]] = staticmethod(no_op)
     begin: ClassVar[Callable[[State], None]]
 
@@ -354,9 +366,28 @@ def state() -> State:
     Returns:
         The state.
     """
-    if not torch._C._is_key_in_tls(_KEY):
-        _stash(State())
-    return torch._C._get_obj_in_tls(_KEY)
+    if torch._C._is_key_in_tls(_KEY):
+        return torch._C._get_obj_in_tls(_KEY)
+    own = vars(_LOCAL).get("state")
+    if own is None:
+        own = _LOCAL.state = State()
+    if State.has_threads:
+        _stash(own)
+    return own
+
+
+def share(tensors: Iterable[Any]) -> None:
+    """Let autograd's threads have their callers' states, if a tensor needs a thread.
+
+    There is one for each device but the CPU. What PyTorch hands over to it stays with
+    the caller's thread, and a thread that ends with something of Python's while the
+    interpreter does, too, aborts the process.
+
+    Args:
+        tensors: Tensors that are about to be used, and other objects.
+    """
+    if not State.has_threads:
+        State.has_threads = any(isinstance(x, Tensor) and not x.is_cpu for x in tensors)
 
 
 def _stash(new: State) -> None:

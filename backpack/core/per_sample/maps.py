@@ -247,7 +247,7 @@ def projected(product: PerSample, matrices: Sequence[Tensor]) -> PerSample:
         fits = product.b.shape[-1] == matrices[0].shape[-1]
         if fits and product.order is None:
             return Outer(*_factors(product, *matrices), shape)
-    if type(product) is Rows:
+    if type(product) is Rows and len(matrices) == 2:
         on_ids, on_b = matrices
         b = full_precision(on_ids).mT[product.ids] * product.valid.unsqueeze(-1)
         a = _times(product.b, on_b)

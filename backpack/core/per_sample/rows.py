@@ -176,8 +176,9 @@ class Rows(PerSample):
         batch, columns, others, _ = own if other is self else other._segments()
         dots = sums.new_zeros(self.batch_size, other.batch_size)
         for rows in chunks(ids.numel(), columns.numel()):
-            same = (ids[rows].unsqueeze(1) == columns).to(sums.dtype)
-            pairs = einsum(sums[:, rows], others, "v r k, v s k -> r s") * same
+            differ = ids[rows].unsqueeze(1) != columns
+            pairs = einsum(sums[:, rows], others, "v r k, v s k -> r s")
+            pairs = pairs.masked_fill(differ, 0)
             by_sample = pairs.new_zeros(len(pairs), other.batch_size)
             by_sample = by_sample.index_add(1, batch, pairs)
             dots = dots.index_add(0, samples[rows], by_sample)

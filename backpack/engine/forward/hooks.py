@@ -58,7 +58,7 @@ from backpack.utils.hooks import (
 )
 from backpack.utils.module_classification import is_no_op
 from backpack.utils.older_torch import note_copies
-from backpack.utils.state import state
+from backpack.utils.state import share, state
 from backpack.utils.types import tensors_in
 
 _MOVED = object()  # in place of an output: a hook that was not registered here
@@ -175,6 +175,7 @@ def enter_call(
     if not frames:
         _THREAD.returned.clear()
         extend_new(module)
+        share((*args, *kwargs.values()))
         state()  # of this thread, which a backward pass would make for each node
     frame = _Frame(module, id(caller))
     frames.append(frame)

@@ -304,7 +304,10 @@ def _sequences(
     if not n:
         return None
     samples = samples_of_sequences(args[0], int(not module.batch_first), *of_input)
-    learned = [h for h in tensors_in(args[1:]) if h.requires_grad]
+    states = tensors_in(args[1:])
+    learned = [h for h in states if h.requires_grad]
+    for h in states if samples is not None and tracker is not None else ():
+        tracker.beside.pop(len(h), None)  # a length of layers, next to that of samples
     if samples is None or not learned:
         return samples
     for h in learned:

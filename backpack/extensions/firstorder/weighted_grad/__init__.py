@@ -158,9 +158,11 @@ class WeightedGrad(GradientReduction):
         """
         running, shard = turn.backward_pass, shard_of(self)
         if self not in running.kept:
-            several = self._per == "parameter"
-            self.norms, self.dots = ({}, {}) if several else (None, None)
-            self.weights = {} if several else None
+            # what is shown is that of the last pass; others may run in other threads
+            shown: Any = ({}, {}) if self._per == "parameter" else (None, None)
+            running.kept[self, WeightedGrad] = shown
+            self.norms = self.dots = None
+            self._show(*shown)
         kept = running.kept.setdefault(self, {})
         for param, product in turn.gradients().items():
             if shard is not None:
@@ -180,10 +182,10 @@ class WeightedGrad(GradientReduction):
                 statistic = statistic * factor**2
             kept[param] = _Kept(gradients, gradients.version, statistic, factor)
             if self._per == "parameter":
-                found, weights = self._decide(statistic, [kept[param]])
-                getattr(self, self._of)[param] = found
-                self.weights[param] = weights
-                kept[param] = _sum(gradients, weights, factor)
+                values = self._decide(statistic, [kept[param]])
+                for values_of, value in zip(running.kept[self, WeightedGrad], values):
+                    values_of[param] = value
+                kept[param] = _sum(gradients, values[1], factor)
 
     def conclude(self, backward_pass: Any) -> dict[Tensor, Tensor]:
         """Decide on the weights, and sum individual gradients.
@@ -211,12 +213,17 @@ class WeightedGrad(GradientReduction):
             raise RuntimeError(message(MODIFIED, ext=self))
         device = first.statistic.device
         total = sum([entry.statistic.to(device) for entry in others], first.statistic)
-        found, self.weights = self._decide(total, [first, *others])
-        setattr(self, self._of, found)
+        found, weights = self._decide(total, [first, *others])
+        self._show(found, weights)
         return {
-            param: _sum(gradients, self.weights, factor)
+            param: _sum(gradients, weights, factor)
             for param, (gradients, _, _, factor) in waiting.items()
         }
+
+    def _show(self, found: Any, weights: Any) -> None:
+        """Store what weights depend on, and these, as attributes."""
+        setattr(self, self._of, found)
+        self.weights = weights
 
     def _factor(self, reductions: list[str | None], n: int) -> float:
         """Tell what makes summands of the loss of the samples' own losses."""

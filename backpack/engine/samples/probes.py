@@ -53,7 +53,7 @@ from backpack.engine.nodes.saved import InsteadOfSaved, are_kept
 from backpack.engine.nodes.vjp import is_function, pull
 from backpack.engine.samples.repeated import compute_only
 from backpack.utils.state import state
-from backpack.utils.types import kind
+from backpack.utils.types import dense, kind
 
 # Nodes between a factor and the mask that makes its zeros, and how many are asked
 _STEPS_TO_A_MASK, _MOST_STEPS = (2, 8, 32), 100
@@ -263,9 +263,9 @@ def leads_to(edge: GradientEdge, places: list[GradientEdge]) -> list[GradientEdg
     Returns:
         Those of them; all, if that can't be asked any more.
     """
-    marked = zeros_at(edge).fill_(nan)
-    if not (places and marked.numel()):  # of no rows, as for an expert without tokens
+    if not places:
         return places
+    marked = zeros_at(edge).fill_(nan)
     try:
         with state().pull(), structure_only([edge.node]):
             found = pull([edge], places, [marked])
@@ -292,15 +292,15 @@ def takes_any(edge: GradientEdge, places: Collection[tuple]) -> bool:
     if not (is_own(node) and set(places).issubset(node.next_functions)):
         return True
     marked: list[Tensor | None] = [None] * len(node._input_metadata)
-    marked[number] = zeros_at(edge).fill_(nan)
     try:
+        marked[number] = zeros_at(edge).fill_(nan)
         with state().pull(), torch.no_grad():
             found = node(*marked)  # by itself: operands may be behind others, too
+        found = found if isinstance(found, tuple) else (found,)
+        taken = [g for place, g in zip(node.next_functions, found) if place in places]
+        return any(g is not None and bool(dense(g).isnan().any()) for g in taken)
     except RuntimeError:  # what it needs was freed
         return True
-    found = found if isinstance(found, tuple) else (found,)
-    taken = [g for place, g in zip(node.next_functions, found) if place in places]
-    return any(g is not None and bool(g.isnan().any()) for g in taken)
 
 
 _Tangents = dict[tuple[Node, int, int], Tensor]

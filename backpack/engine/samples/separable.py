@@ -27,8 +27,7 @@ _LINEAR = frozenset(
     "Stack Cat Split SplitWithSizes Unbind Select Slice Index IndexSelect Gather "
     "Scatter MaskedSelect MaskedFill ScatterAdd IndexAdd IndexPut AsStrided Diagonal "
     "DiagEmbed Copy CopySlices View UnsafeView ReshapeAlias Squeeze Unsqueeze Expand "
-    "Transpose T Permute Flip Repeat ConstantPadNd Clone Alias ToCopy Convolution "
-    "_Together".split()
+    "Transpose T Permute Flip Repeat ConstantPadNd Clone Alias ToCopy _Together".split()
 )
 
 

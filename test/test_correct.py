@@ -3114,6 +3114,18 @@ def test_no_positions(name: str, loss: Callable) -> None:
             )
 
 
+def test_no_outputs() -> None:
+    """Curvatures of a prediction without numbers have the parameters' shapes."""
+    model = extend(Lambda(lambda m, x: x @ m.w @ m.v, w=bare(4, 3), v=bare(3, 0)))
+    loss, x = extend(nn.MSELoss(reduction="sum")), torch.randn(2, 5, 4)
+    with backpack(DiagGGNExact(), BatchDiagGGNExact(), SqrtGGNExact()):
+        loss(model(x), torch.zeros(2, 5, 0)).backward()
+    for param in model.parameters():
+        assert param.diag_ggn_exact.shape == param.shape
+        assert param.diag_ggn_exact_batch.shape == (2, *param.shape)
+        assert param.sqrt_ggn_exact.shape == (0, 2, *param.shape)
+
+
 @pytest.mark.parametrize(
     "name",
     ["linear", "convolution", "embedding", "normalization", "slopes", "operations"]

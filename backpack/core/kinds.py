@@ -366,7 +366,7 @@ class Contraction(Operation):
         sizes = [cotangents.shape[1 + axis] for axis in rows] or [1]
         if not rows:
             out = FIRST
-        elif not cotangents.numel():  # no sample was sent here
+        elif not cotangents.shape[1:].numel():  # no sample was sent here
             out = nobodys(sizes, cotangents.device)
         elif isinstance(out, Layout):
             if out.axis not in rows:

@@ -387,7 +387,9 @@ def share(tensors: Iterable[Any]) -> None:
         tensors: Tensors that are about to be used, and other objects.
     """
     if not State.has_threads:
-        State.has_threads = any(isinstance(x, Tensor) and not x.is_cpu for x in tensors)
+        with torch._C.DisableTorchFunction():
+            known = (isinstance(x, Tensor) and not x.is_cpu for x in tensors)
+            State.has_threads = any(known)
 
 
 def _stash(new: State) -> None:

@@ -525,9 +525,8 @@ def _met_in_tails(inspection: Inspection) -> list[Mixed]:
         if picks or not (is_sum(node) or graph.is_scalar(node)):
             placements.append(None if known is None else known.placement)
         elif _brings_together(node, behind):
-            own = is_function(
-                node
-            )  # whose parts nobody knows, if none were seen inside
+            # nobody knows the parts of a function of one's own, but those seen inside
+            own = is_function(node)
             if not (own and known is not None and adds_up(node, known.placement)):
                 placements.append(Mixed(graph.name_of(node), not own))
     return [p for p in placements if isinstance(p, Mixed)]

@@ -26,7 +26,7 @@ from backpack.engine.nodes.user_hooks import SEEN
 from backpack.engine.nodes.vjp import batched_vjp
 from backpack.engine.samples import views
 from backpack.engine.samples.gaps import is_data
-from backpack.engine.samples.probes import leads_to
+from backpack.engine.samples.probes import leads_to, signed
 from backpack.utils.hooks import without_hooks
 from backpack.utils.state import state
 from backpack.utils.types import kind
@@ -208,7 +208,7 @@ def _piece(edge: GradientEdge, product: PerSample, shape: torch.Size) -> Pieces 
         if step != 1:
             return None
     elif name == "Select":
-        start = _signed(node._saved_index) % size
+        start = signed(node._saved_index) % size
     elif name == "Unbind":
         start = number
     else:
@@ -326,19 +326,14 @@ def _rows_of_table(node: Node, product: Dense, shape: torch.Size) -> Rows | None
     ids, b, valid = found
     padding = getattr(node, "_saved_padding_idx", None)
     if padding is not None:
-        counts = (ids != _signed(padding)).to(b.dtype)
+        counts = (ids != signed(padding)).to(b.dtype)
         valid = counts if valid is None else valid * counts
     return Rows(ids, b, shape, valid)
 
 
-def _signed(number: int) -> int:
-    """Read a number of the graph, which shows negative ones without their sign."""
-    return number - 2**64 if number >= 2**63 else number
-
-
 def _slice(node: Node) -> slice | None:
     ends = node._saved_start, node._saved_end, node._saved_step
-    return None if node._saved_dim else slice(*map(_signed, ends))
+    return None if node._saved_dim else slice(*map(signed, ends))
 
 
 def _repeated(node: Node) -> Tensor | None:
@@ -371,8 +366,8 @@ def _order_of(node: Node, dim: int) -> list[int]:
     """Tell which axes come first, second and so on behind a node that permutes them."""
     order = list(range(dim))
     if hasattr(node, "_saved_dims"):
-        return [_signed(d) % dim for d in node._saved_dims]
+        return [signed(d) % dim for d in node._saved_dims]
     swapped = [getattr(node, f"_saved_dim{i}", i) for i in (0, 1)]
-    i, j = (_signed(d) % dim for d in swapped)
+    i, j = (signed(d) % dim for d in swapped)
     order[i], order[j] = order[j], order[i]
     return order

@@ -43,7 +43,8 @@ def take_whole(inspection: Any, extensions: Sequence[Any]) -> None:
     """
     calls = [x for x in inspection.calls if x.is_transparent and not x.is_loss]
     graphs = {x.module for x in calls if isinstance(x.module, GraphModule)}
-    converted = [graph for graph in graphs if consists_of_modules(graph)]
+    has_more = len(calls) > len(graphs)  # else, nothing was kept as it is
+    converted = [x for x in graphs if has_more and consists_of_modules(x)]
     kept = {
         graph.get_submodule(str(node.target))
         for graph in converted

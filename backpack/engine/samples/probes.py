@@ -220,8 +220,20 @@ def _hand_back(node: Any, inputs: tuple, outputs: tuple) -> Any:
     (g,), dim = outputs, node._saved_dim
     if g is None or not g.dim():
         return None
-    dim = (dim + g.dim()) % 2**64 % g.dim()  # which is saved without its sign
+    dim = signed(dim) % g.dim()
     return (g.flip(dim).cumsum(dim).flip(dim),)
+
+
+def signed(number: int) -> int:
+    """Read a number of the graph, which shows negative ones without their sign.
+
+    Args:
+        number: What a node says.
+
+    Returns:
+        The number.
+    """
+    return number - 2**64 if number >= 2**63 else number
 
 
 def _ask(

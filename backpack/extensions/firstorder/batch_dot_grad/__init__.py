@@ -80,8 +80,9 @@ class BatchDotGrad(GradientReduction):
             return x
 
         own = piece.required_parts(self).gathered(note)
-        form = f"{type(own).__name__} {forms}" if not piece.holders else ""  # but zeros
-        if not form or not piece.agrees(form, value.device):
+        form = f"{type(own).__name__} {forms}"
+        # zeros have no factors
+        if piece.holders or not piece.agrees(form, value.device):
             own = Dense(own.individual(), own.shape)
         factors = own.gathered(piece.gather)
         weight = piece.gather(value.new_full((len(value),), piece.weight))

@@ -523,6 +523,23 @@ EXPRESSIONS = {
     "straight-through": use(  # as quantization does
         lambda m, x: F.linear(x, m.w + (m.w.round() - m.w).detach()), 4, w=(3, 4)
     ),
+    "rounded": use(
+        lambda m, x: F.linear(
+            x, torch.fake_quantize_per_tensor_affine(m.w, 0.5, 0, -2, 1)
+        ),
+        4,
+        w=(3, 4),
+    ),
+    "rounded-by-channel": use(
+        lambda m, x: F.linear(
+            x,
+            torch.fake_quantize_per_channel_affine(
+                m.w, torch.ones(3), torch.zeros(3).int(), 0, -1, 1
+            ),
+        ),
+        4,
+        w=(3, 4),
+    ),
     "ternary-scale": use(
         lambda m, x: F.linear(x, m.w.sign().detach() * m.w.abs().mean()), 4, w=(3, 4)
     ),
@@ -1060,6 +1077,9 @@ FORMED = {
     "mask": (lambda w: torch.eye(4) * w, 0),
     "gated-by-itself": (lambda w: w * w.sigmoid(), 0),
     "quantized": (lambda w: w + (w.clamp(-1, 1).round() - w).detach(), 0),
+    "rounded": (lambda w: torch.fake_quantize_per_tensor_affine(w, 0.5, 0, -2, 1), 0),
+    "rounded-by-a-function": (lambda w: Backward.apply(torch.clone, w.detach(), w), 0),
+    "transposed-by-a-function": (lambda w: Backward.apply(torch.t, w.detach(), w), 1),
     "in-pieces": (lambda w: torch.where(w > 0, w.mul(2).T.T, w.exp()), 1),
     "normalized": (lambda w: w / w.norm(dim=0), 1),
 }
@@ -1294,12 +1314,28 @@ def test_backward_that_only_vmap_has_rules_for() -> None:
     assert runs[0] == runs[1]
 
 
-def test_backward_that_scales() -> None:
-    """A function of parameters with a linear backward of its own is none of them."""
-    rule = partial(torch.mul, 3.0)
-    function = partial(Backward.apply, rule)
-    row = use(lambda m, x: F.linear(x, function(m.w.detach(), m.w)), 4, w=(3, 4))
-    assert_right(row)
+@pytest.mark.parametrize(
+    "rule",
+    [
+        lambda g: 3 * g,
+        lambda g: g * torch.arange(-2.0, 2.0, dtype=F64),  # entries that it leaves out
+        lambda g: g - g.mean(),
+        lambda g: g + 1e-3 * g.mean(0),  # next to a diagonal
+        lambda g: g.flip(0),
+        lambda g: g.T,
+        torch.zeros_like,
+    ],
+    ids="scaled entries centered nearly flipped transposed none".split(),
+)
+@pytest.mark.parametrize("before", [torch.clone, torch.tanh, torch.t])
+def test_backward_that_is_linear(rule: Callable, before: Callable) -> None:
+    """A function of parameters may have any backward, entry by entry or not."""
+
+    def function(m: Any, x: Tensor) -> Tensor:
+        weight = before(m.w)
+        return F.linear(x, Backward.apply(rule, weight.detach(), weight).exp())
+
+    assert_right(use(function, 4, w=(4, 4)))
 
 
 def test_backward_whose_result_cancels() -> None:

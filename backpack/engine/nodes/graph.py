@@ -48,6 +48,9 @@ _POINTWISE = POINTWISE | {
     "alias",
     "prelu_kernel",
     "rrelu_with_noise",
+    "fake_quantize_per_tensor_affine_cachemask",
+    "fake_quantize_per_tensor_affine_cachemask_tensor_qparams",
+    "fake_quantize_per_channel_affine_cachemask",
 }
 VIEWS = ("ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0")
 # Nodes that return all entries in the same order, where they return as many

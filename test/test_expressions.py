@@ -546,6 +546,14 @@ EXPRESSIONS = {
     "stacked-weights": use(
         lambda m, x: F.linear(x, torch.cat([m.a, m.b])), 4, a=(2, 4), b=(1, 4)
     ),
+    "sliced-without-ends": use(  # as PyTorch's own functions do
+        lambda m, x: F.linear(x, torch.ops.aten.slice(m.w, 0, None, None, 2)),
+        4,
+        w=(6, 4),
+    ),
+    "sliced-without-an-end": use(
+        lambda m, x: F.linear(x, torch.ops.aten.slice(m.w, 0, 3)), 4, w=(6, 4)
+    ),
     "split-weight": use(
         lambda m, x: F.linear(F.linear(x, m.w[:4]), m.w[4:]), 4, w=(6, 4)
     ),

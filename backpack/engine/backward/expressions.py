@@ -359,7 +359,8 @@ def _rows_of_table(node: Node, product: Dense, shape: torch.Size) -> Rows | None
 
 def _slice(node: Node) -> slice | None:
     ends = node._saved_start, node._saved_end, node._saved_step
-    return None if node._saved_dim else slice(*map(signed, ends))
+    known = [end if end is None else signed(end) for end in ends]
+    return None if node._saved_dim else slice(*known)
 
 
 def _repeated(node: Node) -> Tensor | None:

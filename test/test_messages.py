@@ -576,6 +576,29 @@ def part_used_outside() -> None:
         value.backward()
 
 
+def used_before_its_parts() -> None:
+    """Use a parameter on inputs, in a method of the model that calls its parts."""
+    model = extend(Layers(lambda m, x: m.a(x)))
+    hidden = torch.randn(N, 3) * model.a.bias
+    with backpack(BatchGrad()):
+        model.b(model.a(hidden)).sum().backward()
+
+
+class Bypassing(Layers):
+    """A model whose call runs no hooks, as those of some packages do."""
+
+    __call__ = Layers.forward
+
+
+def parameter_kept_positive() -> None:
+    """Call a layer with a parameter, in a model whose own call is not seen."""
+    model = Bypassing(lambda m, x: m.tanh(m.c) * m.tanh(m.d) * x.sum() - m.a.bias)
+    model.c, model.d = (nn.Parameter(torch.randn(s)) for s in [(1, 1), (1,)])
+    extend(model)
+    with backpack(BatchGrad()):
+        model(torch.randn(N, 3)).square().sum().backward()
+
+
 def subsampled_vector() -> None:
     """Select samples of a prediction that has no batch axis."""
     loss = extend(nn.CrossEntropyLoss())
@@ -1121,6 +1144,20 @@ SAMPLES: Dict[str, Row] = {
         "'a.weight' of Layers",
         "used where extensions can't see it: .*, 'b.bias' of Layers. ",
         "contains a derivative of the network: .* inside of `backpack.disable",
+    ),
+    "used-before-its-parts": Row(
+        used_before_its_parts,
+        NotImplementedError,
+        "'a.bias' of Layers",
+        r"used where extensions can't see it: .* \(by `mul`\)",
+        "Use them on inputs while an extended module is being called .*`forward`",
+    ),
+    "parameter-kept-positive": Row(
+        parameter_kept_positive,
+        NotImplementedError,
+        "'c' of Bypassing",
+        r"used where extensions can't see it: .*, 'd' of Bypassing",
+        "while an extended module is being called",
     ),
     "met-in-a-function": Row(
         lambda: run(

@@ -2794,6 +2794,35 @@ def test_what_samples_share_after_the_first_input(name: str, t: int, axis: str) 
         assert_right(row)
 
 
+@pytest.mark.parametrize("quantity", ["BatchGrad", "DiagGGNExact"])
+@pytest.mark.parametrize("rounds", [1, 2])
+@pytest.mark.parametrize(
+    "mix",
+    [
+        lambda x, source, to: torch.zeros_like(x).index_add(0, to, x[source]),
+        lambda x, source, to: (x.mT @ torch.ones_like(x)).mT[source % D],
+    ],
+    ids=["sent", "multiplied"],
+)
+def test_mixed_by_another_input(mix: Callable, rounds: int, quantity: str) -> None:
+    """Rows without a gradient that were mixed are not those of what has mixed them."""
+
+    def forward(m: Module, x: Tensor, edges: Tensor) -> Tensor:
+        x = x - x.mean(0)  # without a gradient, samples may meet
+        for _ in range(rounds):
+            x = mix(x, *edges[:2])
+        return m.f(x)
+
+    edges = torch.arange(N).repeat(N, 2)  # from each row to itself, and to the next
+    edges[1, :N] = edges[1, :N].roll(1)
+    row = Row(
+        lambda: Lambda(forward, f=nn.Linear(D, 3)),
+        randn(D),
+        predict=lambda m, X: m(*X, edges),
+    )
+    assert_refused(row, quantity, "samples have met in .*, or mix them")
+
+
 @pytest.mark.parametrize("first", [True, False])
 def test_same_shapes_with_and_without_another_input(first: bool) -> None:
     """What was found of an operation does not stand for other inputs' samples."""

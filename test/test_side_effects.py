@@ -869,6 +869,37 @@ def test_backward_that_does_more(own: Any, name: str, on: str, quantity: str) ->
     assert not KEPT.any()
 
 
+class KeepsGraph(DoesMore):
+    """The same, by a graph of its own that was made in the forward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor, more: Callable) -> Tensor:
+        """Multiply, and keep the graph."""
+        with torch.enable_grad():
+            ctx.given = [y.detach().requires_grad_() for y in (x, w)]
+            ctx.made = ctx.given[0] * ctx.given[1]
+        ctx.more, ctx.needed = more, w.requires_grad
+        return ctx.made.detach()
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tuple[Tensor, Any, None]:
+        """Differentiate it."""
+        found = torch.autograd.grad(ctx.made, ctx.given, g, retain_graph=ctx.more(g))
+        return found[0], found[1] if ctx.needed else None, None
+
+
+@pytest.mark.parametrize("on, quantity", NEEDED_AGAIN)
+@pytest.mark.parametrize("retains", [True, False])
+def test_backward_that_frees_its_graph(retains: bool, on: str, quantity: str) -> None:
+    """A `backward` that can run once is refused where it is needed again."""
+    says = "`KeepsGraph` frees a graph that it has kept.*retain_graph=True"
+    row = Row(lambda: with_more(lambda g: retains, on, KeepsGraph), randn(D), says=says)
+    if retains:
+        assert_right(row._replace(quantities=[quantity]))
+    else:
+        assert_refused(row, quantity)
+
+
 READ_ONCE = hasattr(torch.autograd.Function, "clear_saved_tensors_on_access")
 
 

@@ -68,9 +68,10 @@ NOT_WATCHED = (
 )
 WALKS = " Extensions that go from module to module need them in extended modules."
 DERIVATIVE = (
-    "Differentiate this derivative of the network outside of the context: autograd "
-    "does not say on which inputs it depends, as where maxima or `where` choose the "
-    "piece of a function."
+    "Use them on inputs while an extended module is being called (let its `forward` "
+    "call what does). If that is a derivative of the network, differentiate it outside "
+    "of the context: autograd does not say on which inputs it depends, as where maxima "
+    "or `where` choose the piece of a function."
 )
 STEP = (
     "What is made of them contains a derivative of the network: take a step that the "

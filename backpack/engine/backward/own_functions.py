@@ -24,7 +24,7 @@ from backpack.engine.nodes.vjp import is_function, is_users
 from backpack.engine.samples.gaps import KNOWN, explain_place
 from backpack.engine.samples.placements import MARK, placement_of
 from backpack.engine.samples.probes import Known, Source
-from backpack.engine.samples.repeated import once_more, put_back, replace
+from backpack.engine.samples.repeated import naming_once, once_more, put_back, replace
 from backpack.utils.hooks import EXTENDED, names_of
 from backpack.utils.parallel import is_parallel
 from backpack.utils.state import is_batched, out_of_sight, state
@@ -63,6 +63,7 @@ class OwnFunctions:
         self._functions = [x for x in nodes if extensions and is_function(x)]
         self._operands: dict[Node, list[Source]] = {}
         self._followed: set[Node] = set()
+        self._repeated: set[Node] = set()
         for node in self._functions:
             if separating and KNOWN in node.metadata and is_users(node):
                 self._operands[node] = list(_operands_of(node))
@@ -82,8 +83,12 @@ class OwnFunctions:
         self._running = name_of(node).strip("`"), _current_graph_task_id()
         repeats = state().pulling and is_users(node)
         known = repeats and node in self._followed  # for each sample, it is the same
+        once = once_more(node, gradients) if repeats else nullcontext(gradients)
+        if repeats:
+            self._repeated.add(node)
+        again = naming_once(node) if node in self._repeated else nullcontext()
         try:
-            with once_more(node, gradients) if repeats else nullcontext(gradients) as g:
+            with again, once as g:
                 if node in self._operands and not (known or is_grad_enabled()):
                     return self._follow(node, g)
                 return type(node).apply(node, *g)
@@ -129,6 +134,7 @@ class OwnFunctions:
             put_back(node)
         self._functions.clear()
         self._followed.clear()
+        self._repeated.clear()
 
 
 class _Follower(Tracker):

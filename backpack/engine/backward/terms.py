@@ -58,7 +58,8 @@ def adds_up(node: Node, met: Mixed) -> bool:
         Whether that is so.
     """
     name = operation_name(met)
-    return name in _SUMS or name.strip("_ir") in ("add", "sub") and is_scalar(node)
+    adds = name in _SUMS or name.strip("_ir") in ("add", "sub") and is_scalar(node)
+    return adds and not met.is_data
 
 
 def tail_terms(roots: Sequence[GradientEdge]) -> list[Node]:

@@ -187,7 +187,7 @@ def enter_call(
                 frame.row = layer_calls.row_of_call(module, args, kwargs, tracker)
                 if frame.row is not None:
                     tracker.suspend()
-        else:
+        elif not layer_calls.is_on_parameters(args):
             if not _comes_late(module):
                 frame.row = layer_calls.row_of_call(module, args, kwargs, None)
             if frame.row is None:

@@ -31,8 +31,27 @@ from backpack.engine.nodes.uses import Use
 from backpack.engine.samples.gaps import INPUT, NESTED, differ, explain, note_constants
 from backpack.engine.samples.placements import Pass, place
 from backpack.engine.samples.probes import Known
+from backpack.utils.hooks import EXTENDED, modules_in, parameters_of
 from backpack.utils.module_classification import is_loss
 from backpack.utils.types import are_redefined, is_redefining, tensors_in
+
+
+def is_on_parameters(args: Sequence[Any]) -> bool:
+    """Tell whether a module is called with parameters of extended modules alone.
+
+    As what keeps a parameter positive is, of whom the model's call is not seen.
+
+    Args:
+        args: Positional arguments.
+
+    Returns:
+        Whether it is, so that none of them holds samples.
+    """
+    if not (args and all([isinstance(x, Parameter) for x in args])):
+        return False
+    roots = list(EXTENDED)
+    own = {id(p) for root in roots for p in parameters_of(modules_in(root))}
+    return all([id(x) in own for x in args])
 
 
 class Covered(NamedTuple):

@@ -495,7 +495,8 @@ class Tracker(LowMode):
         for x in outs:
             if is_function(x.grad_fn) or mark_of(x) is None:  # nothing was seen
                 self.find_placement(x)
-        if met is None or any(self._finder.of(x) is not None for x in outs):
+        placed = [x for x in outs if self._finder.of(x) is not None]
+        if met is None or self._finder.certain(placed):
             found = [(len(x), self._finder.of(x)) for x in outs if x.dim()]
             moved = {m for m, p in found if isinstance(p, Layout) and p.axis}
             says = [self.longer[m].format(m) for m, _ in found if m in self.longer]
@@ -504,7 +505,7 @@ class Tracker(LowMode):
                 return
             met = Mixed(min(says), False, None, True)
         else:
-            met = met._replace(is_data=True)
+            met = met._replace(is_data=True, is_of_inputs=bool(placed))
         for x in outs:
             self.place(x, met)
             x.grad_fn.metadata[MEETING] = met

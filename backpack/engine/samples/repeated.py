@@ -34,6 +34,36 @@ DRAWS = (
     "gradient. Draw them in its forward pass, and keep them (`ctx.save_for_backward`)."
 )
 
+ONCE = (
+    "The backward of {function} frees a graph that it has kept, and can't run again "
+    "({error}). It is needed more than once, for samples or columns by themselves. Let "
+    "it differentiate with `retain_graph=True`, or compute the graph anew."
+)
+_FREED = "backward through the graph a second time"
+
+
+@contextmanager
+def naming_once(node: Node) -> Iterator[None]:
+    """Say which function's `backward` does not run more than once.
+
+    Args:
+        node: The function's node.
+
+    Yields:
+        Nothing.
+
+    Raises:
+        NotImplementedError: If what it has kept was freed.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if _FREED not in str(error):
+            raise
+        said = str(error).split(" (")[0]
+        text = ONCE.format(function=name_of(node), error=said)
+        raise NotImplementedError(text) from error
+
 
 @contextmanager
 def once_more(
@@ -113,7 +143,7 @@ def put_back(node: Any) -> None:
 
 
 def _apply(node: Any, may_draw: bool, *gradients: Any) -> Any:
-    with once_more(node, gradients, may_draw) as given:
+    with naming_once(node), once_more(node, gradients, may_draw) as given:
         return type(node).apply(node, *given)
 
 

@@ -158,6 +158,22 @@ def on_nested(layout: torch.layout, ext: BackpropExtension) -> None:
     run(Layers(lambda model, x: pad(model.a(x), 0.0).sum(1)), ext, x=x, y=Y[:2])
 
 
+def nested_queries() -> None:
+    """Attend by nested queries that are made of a parameter."""
+
+    def forward(m: Module, x: Tensor) -> Tensor:
+        def heads(rows: List[Tensor]) -> Tensor:
+            nested = torch.nested.as_nested_tensor(rows, layout=torch.jagged)
+            return nested.unflatten(-1, (1, 3)).transpose(1, 2)
+
+        rows = heads([m.b(row).expand(4, 3) for row in x])
+        queries = heads([m.a.weight] * len(x))
+        attended = F.scaled_dot_product_attention(queries, rows, rows)
+        return torch.stack(attended.transpose(1, 2).flatten(-2).unbind()).sum(1)
+
+    run(Layers(forward), BatchGrad())
+
+
 def nested_inside(layout: torch.layout) -> None:
     """Run a pass of a model that makes a nested tensor, and computes a number."""
     pad = torch.nested.to_padded_tensor
@@ -910,6 +926,13 @@ SAMPLES: Dict[str, Row] = {
         )
         for layout in (torch.strided, torch.jagged)
     },
+    "nested-queries": Row(
+        nested_queries,
+        NotImplementedError,
+        "BatchGrad: it is not known where the samples are",
+        "after what has made a nested tensor",
+        "pad it instead",
+    ),
     "nested-unseen": Row(
         lambda: run(
             Layers(

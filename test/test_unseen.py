@@ -538,13 +538,22 @@ def test_right(name: str) -> None:
     assert_right({**DERIVATIVES, **OUTSIDE, **TERMS}[name])
 
 
+class Halves(Module):
+    """Does something else to each half of the features."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Take them apart, and put them together."""
+        first, second = x.chunk(2, -1)
+        return torch.cat([F.elu(first), -F.elu(-second)], -1)
+
+
 @pytest.mark.skipif(
     not hasattr(torch._C._autograd.SavedTensor, "unpack_hook"),
     reason="This PyTorch does not tell whether somebody has hooks on what is saved.",
 )
 @pytest.mark.parametrize("inside", [False, True])
 @pytest.mark.parametrize("of", [by_input, laplacian])
-@pytest.mark.parametrize("act", [nn.Tanh, nn.ReLU, nn.Softplus])
+@pytest.mark.parametrize("act", [nn.Tanh, nn.ReLU, nn.Softplus, Halves])
 def test_rules(
     act: Callable, of: Callable, inside: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -33,6 +33,7 @@ from per_sample import (
     assert_right,
     assert_right_or_refused,
     classes,
+    compute,
     lookup,
     param,
     randn,
@@ -400,6 +401,29 @@ CONVOLUTIONS = {
         w=(2, 2, 2),
         b=(2,),
     ),
+    **{
+        f"{name}-of-{rows}-rows-each": use(  # as of frames, or of sources
+            lambda m, x, function=function: function(x.flatten(0, 1), m.w).unflatten(
+                0, (len(x), -1)
+            ),
+            *(rows, 2, *sizes),
+            w=shape,
+        )
+        for rows in (1, 3)
+        for name, function, sizes, shape in [
+            ("conv1d", F.conv1d, (6,), (3, 2, 2)),
+            ("conv1d-of-few-steps", F.conv1d, (2,), (5, 2, 2)),
+            ("conv2d", partial(F.conv2d, padding=1, groups=2), (4, 4), (4, 1, 2, 2)),
+            ("conv3d", F.conv3d, (3, 3, 2), (2, 2, 2, 1, 1)),
+            (
+                "conv-transpose1d",
+                partial(F.conv_transpose1d, stride=3),
+                (4,),
+                (2, 1, 4),
+            ),
+            ("conv-transpose2d", F.conv_transpose2d, (2, 2), (2, 2, 2, 2)),
+        ]
+    },
     "conv-transpose1d": use(
         lambda m, x: F.conv_transpose1d(x, m.w, m.b), 2, 3, w=(2, 2, 2), b=(2,)
     ),
@@ -2171,6 +2195,20 @@ class Elements(TorchDispatchMode):
         self.total += sum(sizes)
         self.largest = max(self.largest, *sizes, 0)
         return out
+
+
+@pytest.mark.parametrize("quantity", ["BatchGrad", "BatchL2Grad", "SumGradSquared"])
+def test_convolution_of_rows_unfolds_nothing(quantity: str) -> None:
+    """Of samples with several rows each, a transposed convolution makes no windows."""
+
+    def forward(m: Module, x: Tensor) -> Tensor:
+        out = F.conv_transpose1d(x.flatten(0, 1), m.w, stride=4)
+        return out.unflatten(0, (len(x), -1))
+
+    row = use(forward, *(3, 2, 20), w=(2, 1, 8))._replace(quantities=[quantity])
+    with Elements() as elements:
+        compute(row, [quantity])
+    assert elements.largest < N * 3 * 2 * 84  # eight steps, for each of two channels
 
 
 LOOPS_OVER_SAMPLES = {

@@ -213,9 +213,7 @@ def merge_rows(product: PerSample, n: int) -> PerSample:
         Products of N samples.
     """
     if isinstance(product, Outer):
-        a = product.a.unflatten(0, (n, -1)).transpose(1, 2).flatten(2, 3)
-        b = product.b.unflatten(1, (n, -1)).transpose(2, 3).flatten(3, 4)
-        return product.like(lambda: a, b)
+        return product.merged(n)
     if isinstance(product, Summed):
         b = product.b.unflatten(1, (n, -1)).flatten(2, 3)
         return Summed(b, product.shape, product.groups, product.sums_positions)

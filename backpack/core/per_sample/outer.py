@@ -140,6 +140,24 @@ class Outer(PerSample):
         a, b = place([x.a for x in every], 0, 2), place([x.b for x in every], 1, 3)
         return self._like_all(every, a, b)
 
+    def merged(self, n: int) -> Outer:
+        """Add up the products of each sample's rows.
+
+        Args:
+            n: Number of samples, whose R rows are now one sample each.
+
+        Returns:
+            Products of n samples, with T·R positions.
+        """
+        unfolded = self.groups * self.positions * self.inputs_size
+        recipe = self.recipe().merged(n, self.shape.numel(), unfolded)
+
+        def a() -> Tensor:
+            return self.a.unflatten(0, (n, -1)).transpose(1, 2).flatten(2, 3)
+
+        b = self.b.unflatten(1, (n, -1)).transpose(2, 3).flatten(3, 4)
+        return self.like(a, b, recipe)
+
     def like(
         self,
         a: Callable[[], Tensor] | None = None,

@@ -5,9 +5,12 @@ from __future__ import annotations
 from functools import partial, wraps
 from typing import Any, Callable, NamedTuple
 
+import torch
 from torch import Tensor
 
+from backpack.core.fast import tuning
 from backpack.core.fast.whole import call_whole, is_recorded
+from backpack.core.per_sample.sums import chunks
 
 
 class Recipe(NamedTuple):
@@ -39,6 +42,24 @@ class Recipe(NamedTuple):
         x, cotangents = self.inputs[samples], self.cotangents[:, samples]
         return self._replace(inputs=x, cotangents=cotangents)
 
+    def merged(self, n: int, size: int, unfolded: int) -> Recipe:
+        """Add up the products of each sample's rows.
+
+        Args:
+            n: Number of samples, whose rows are now one sample each.
+            size: Number of elements of a product.
+            unfolded: Number of elements of a row's unfolded input. If it is larger, the
+                products of each row are formed, where that is possible.
+
+        Returns:
+            The recipe of the sums.
+        """
+        x = self.inputs.unflatten(0, (n, -1))
+        cotangents = self.cotangents.unflatten(1, (n, -1))
+        forms = self.form is not None and size <= unfolded
+        form = partial(_form_rows, self.form, size) if forms else None
+        return Recipe(x, cotangents, partial(_make_rows, self.make), form)
+
     def products(self) -> Tensor:
         """Form the products of all samples.
 
@@ -46,6 +67,23 @@ class Recipe(NamedTuple):
             Products of shape ``[V, N, *p]``.
         """
         return self.form(self.inputs, self.cotangents, False)
+
+
+def _make_rows(make: Callable, x: Tensor, cotangents: Tensor) -> Any:
+    return make(x.flatten(0, 1), cotangents.flatten(1, 2)).merged(len(x))
+
+
+def _form_rows(
+    form: Callable, size: int, x: Tensor, cotangents: Tensor, sum_batch: bool
+) -> Tensor:
+    n, rows, *_ = x.shape
+    if sum_batch:
+        return form(x.flatten(0, 1), cotangents.flatten(1, 2), True)
+    found = []
+    for some in chunks(n, rows * size, tuning.STEP_ELEMENTS):
+        products = form(x[some].flatten(0, 1), cotangents[:, some].flatten(1, 2), False)
+        found.append(products.unflatten(1, (-1, rows)).sum(2))
+    return torch.cat(found, 1)
 
 
 def whole_reduction(reduction: Callable) -> Callable:

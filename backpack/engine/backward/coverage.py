@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 from torch.nn import Parameter
 
-from backpack.core.layout import Mixed, reshaped, sample_numbers, spans
+from backpack.core.layout import Layout, Mixed, reshaped, sample_numbers, spans
 from backpack.engine.backward.expressions import nodes_behind
 from backpack.engine.backward.inspection import Inspection
 from backpack.engine.backward.terms import adds_up, is_sum, is_term, tail_terms
@@ -33,7 +33,7 @@ from backpack.engine.samples.gaps import (
     makes_rows,
     note_at,
 )
-from backpack.engine.samples.probes import Known
+from backpack.engine.samples.probes import Known, signed
 from backpack.engine.samples.separable import is_separable
 from backpack.utils.disable import PLAIN
 from backpack.utils.errors import batch_norm_raise_error_if_train, warn_user
@@ -64,7 +64,8 @@ NOT_WATCHED = (
     "`torch.func` around the call (let `forward` call them), and those that "
     "differentiate a recurrent layer (use `torch.autograd.grad`). Extend the model "
     "again if a layer has lost its hooks. And let the inputs enter the prediction, if "
-    "only by `+ 0 * input`: what no input enters belongs to no sample."
+    "only by `+ 0 * input`: what no input enters belongs to no sample (add a "
+    "regularizer to the loss, not in `forward`)."
 )
 WALKS = " Extensions that go from module to module need them in extended modules."
 DERIVATIVE = (
@@ -434,6 +435,10 @@ def _seen_through(
     alone = len(graph.parents(node)) == 1
     if alone and graph.is_pointwise(node) and before == shape:
         return known
+    if type(node).__name__ == "SliceBackward0":
+        sliced = signed(node._saved_dim) % len(shape)
+        kept = isinstance(known.placement, Layout) and known.placement.axis != sliced
+        return known if kept else None
     if type(node).__name__ not in graph.SAME_ORDER or before.numel() != shape.numel():
         return None
     return Known(reshaped(known.placement, before, shape, known.n), known.n)

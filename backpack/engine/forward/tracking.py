@@ -496,7 +496,7 @@ class Tracker(LowMode):
             if is_function(x.grad_fn) or mark_of(x) is None:  # nothing was seen
                 self.find_placement(x)
         placed = [x for x in outs if self._finder.of(x) is not None]
-        if met is None or self._finder.certain(placed):
+        if met is None or placed and not met.is_known or self._finder.certain(placed):
             found = [(len(x), self._finder.of(x)) for x in outs if x.dim()]
             moved = {m for m, p in found if isinstance(p, Layout) and p.axis}
             says = [self.longer[m].format(m) for m, _ in found if m in self.longer]

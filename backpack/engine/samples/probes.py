@@ -311,7 +311,7 @@ def takes_any(edge: GradientEdge, places: Collection[tuple]) -> bool:
         found = found if isinstance(found, tuple) else (found,)
         taken = [g for place, g in zip(node.next_functions, found) if place in places]
         return any(g is not None and bool(dense(g).isnan().any()) for g in taken)
-    except RuntimeError:  # what it needs was freed
+    except (RuntimeError, IndexError):  # what it needs was freed, or has no shape
         return True
 
 

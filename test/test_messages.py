@@ -606,10 +606,14 @@ class Bypassing(Layers):
     __call__ = Layers.forward
 
 
-def parameter_kept_positive() -> None:
-    """Call a layer with a parameter, in a model whose own call is not seen."""
-    model = Bypassing(lambda m, x: m.tanh(m.c) * m.tanh(m.d) * x.sum() - m.a.bias)
-    model.c, model.d = (nn.Parameter(torch.randn(s)) for s in [(1, 1), (1,)])
+def parameter_kept_positive(inner: Callable[[Module, Tensor], Tensor]) -> None:
+    """Call layers with parameters, in a model whose own call is not seen."""
+
+    def forward(m: Module, x: Tensor) -> Tensor:
+        return m.tanh(inner(m, m.c)) * m.tanh(m.d) * x.sum() - m.a.bias
+
+    model = Bypassing(forward)
+    model.c, model.d = (nn.Parameter(torch.randn(s)) for s in [(1, 3), (1,)])
     extend(model)
     with backpack(BatchGrad()):
         model(torch.randn(N, 3)).square().sum().backward()
@@ -1175,13 +1179,19 @@ SAMPLES: Dict[str, Row] = {
         r"used where extensions can't see it: .* \(by `mul`\)",
         "Use them on inputs while an extended module is being called .*`forward`",
     ),
-    "parameter-kept-positive": Row(
-        parameter_kept_positive,
-        NotImplementedError,
-        "'c' of Bypassing",
-        r"used where extensions can't see it: .*, 'd' of Bypassing",
-        "while an extended module is being called",
-    ),
+    **{
+        f"parameter-{name}": Row(
+            lambda inner=inner: parameter_kept_positive(inner),
+            NotImplementedError,
+            "'c' of Bypassing",
+            r"used where extensions can't see it: .*, 'd' of Bypassing",
+            "while an extended module is being called",
+        )
+        for name, inner in [
+            ("kept-positive", lambda m, p: p),
+            ("through-a-layer", lambda m, p: m.b(p)),
+        ]
+    },
     "met-in-a-function": Row(
         lambda: run(
             Layers(lambda m, x: F.batch_norm(m.a(x), None, None, training=True)),

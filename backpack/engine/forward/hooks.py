@@ -34,6 +34,7 @@ from backpack.engine.nodes.constants import are_apart, edge_of, edges_of
 from backpack.engine.nodes.graph import VIEW, is_leaf, note_tangent, on_one_node
 from backpack.engine.nodes.record import Call, CallRef, clear_stored
 from backpack.engine.nodes.uses import Entry, entries_at, is_whole, listen
+from backpack.engine.samples.gaps import note_constants
 from backpack.engine.samples.placements import (
     mark_of,
     may_be_shared,
@@ -67,7 +68,7 @@ _MOVED = object()  # in place of an output: a hook that was not registered here
 class _Frame:
     """A call of a module that has not returned yet."""
 
-    __slots__ = ("module", "call", "running", "start", "since", "tracker", "row")
+    __slots__ = "module call running start since tracker row is_constant".split()
 
     def __init__(self, module: Module, running: int):
         self.module, self.running = module, running
@@ -76,6 +77,7 @@ class _Frame:
         self.since = torch._C._autograd._get_sequence_nr()
         self.tracker: Tracker | None = None  # if it was started here
         self.row: layer_calls.Covered | None = None  # if the call is a use as a whole
+        self.is_constant = False  # whether no sample can enter it
 
 
 class _Thread(threading.local):
@@ -187,7 +189,9 @@ def enter_call(
                 frame.row = layer_calls.row_of_call(module, args, kwargs, tracker)
                 if frame.row is not None:
                     tracker.suspend()
-        elif not layer_calls.is_on_parameters(args):
+        elif layer_calls.is_on_parameters(args):
+            frame.is_constant = True
+        else:
             if not _comes_late(module):
                 frame.row = layer_calls.row_of_call(module, args, kwargs, None)
             if frame.row is None:
@@ -311,6 +315,8 @@ def _record(
         if any([output is p for p in module.parameters() if p.requires_grad]):
             output = replaced = output.view_as(output)
     outputs = tensor_outputs(output)
+    if frame.is_constant:
+        note_constants(outputs)
     if any([x.is_nested and x.layout is torch.strided for x in outputs]):
         return None  # they have no shape
     constant: set[int] = set()  # outputs without samples: another way leads to them

@@ -28,7 +28,14 @@ from backpack.engine.forward.tracking import Tracker
 from backpack.engine.nodes.constants import Constant
 from backpack.engine.nodes.record import Call, clear_copy
 from backpack.engine.nodes.uses import Use
-from backpack.engine.samples.gaps import INPUT, NESTED, differ, explain, note_constants
+from backpack.engine.samples.gaps import (
+    INPUT,
+    NESTED,
+    differ,
+    explain,
+    is_constant,
+    note_constants,
+)
 from backpack.engine.samples.placements import Pass, place
 from backpack.engine.samples.probes import Known
 from backpack.utils.hooks import EXTENDED, modules_in, parameters_of
@@ -39,7 +46,8 @@ from backpack.utils.types import are_redefined, is_redefining, tensors_in
 def is_on_parameters(args: Sequence[Any]) -> bool:
     """Tell whether a module is called with parameters of extended modules alone.
 
-    As what keeps a parameter positive is, of whom the model's call is not seen.
+    As what keeps a parameter positive is, of whom the model's call is not seen. What it
+    returns is noted as a constant, so that the next layer is not called with samples.
 
     Args:
         args: Positional arguments.
@@ -47,11 +55,15 @@ def is_on_parameters(args: Sequence[Any]) -> bool:
     Returns:
         Whether it is, so that none of them holds samples.
     """
-    if not (args and all([isinstance(x, Parameter) for x in args])):
+    given = [x for x in args if isinstance(x, Tensor) and x.requires_grad]
+    if not given or len(given) < len(args):
         return False
-    roots = list(EXTENDED)
+    leaves = [x for x in given if not is_constant(x)]
+    if not all([isinstance(x, Parameter) for x in leaves]):
+        return False
+    roots = list(EXTENDED) if leaves else []
     own = {id(p) for root in roots for p in parameters_of(modules_in(root))}
-    return all([id(x) in own for x in args])
+    return all([id(x) in own for x in leaves])
 
 
 class Covered(NamedTuple):

@@ -136,6 +136,18 @@ def note_constants(made: Any, in_place: bool = False) -> None:
             x.grad_fn.metadata.setdefault(CONSTANT, IN_PLACE if in_place else True)
 
 
+def is_constant(x: Tensor) -> bool:
+    """Tell whether :func:`note_constants` has noted a tensor for certain.
+
+    Args:
+        x: The tensor.
+
+    Returns:
+        Whether it has.
+    """
+    return x.grad_fn is not None and x.grad_fn.metadata.get(CONSTANT) is True
+
+
 def note_functions(x: Tensor, known: Known) -> None:
     """Record functions of one's own as uses of the parameters that they take.
 

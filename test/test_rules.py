@@ -116,6 +116,17 @@ CALLS: Dict[str, Callable[[Tensor, Tensor], Called]] = {
     "pad-with-others": lambda x, y: called(F.pad, x, (1, 1), "circular"),
     "pad-two-axes": lambda x, y: called(F.pad, x, (1, 0, 0, 1)),
     "dropout": lambda x, y: called(F.dropout1d, x, 0.5, True),
+    "rounded": lambda x, y: called(
+        torch.fake_quantize_per_tensor_affine, x, 1e-3, 0, -(2**12), 2**12
+    ),
+    "rounded-learning": lambda x, y: called(
+        torch._fake_quantize_learnable_per_tensor_affine,
+        *(x, _randn(1).abs() / 1e3, torch.zeros(1).to(x), -(2**12), 2**12),
+    ),
+    "rounded-by-channel": lambda x, y: called(
+        torch.fake_quantize_per_channel_affine,
+        *(x, torch.full((B,), 1e-3), torch.zeros(B).int(), 1, -(2**12), 2**12),
+    ),
     "addmm": lambda x, y: called(torch.addmm, _randn(3), x[0], _randn(C, 3)),
     "einsum": lambda x, y: called(torch.einsum, "abc,cd->adb", x, _randn(C, 3)),
     "einsum-of-two-axes": lambda x, y: called(

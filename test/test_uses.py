@@ -1703,6 +1703,45 @@ def test_on_each(name: str, rows: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert_right(use(forward, 3, 4, **params))
 
 
+# Roundings of rows [R, 4] by steps that are learned, of float32 alone
+LEARNED_STEPS: Dict[str, Tuple[Callable[..., Tensor], int]] = {
+    "tensor": (
+        lambda x, w, v: torch._fake_quantize_learnable_per_tensor_affine(
+            x, w, v, -8, 7, 1.0
+        ),
+        1,
+    ),
+    "channel": (
+        lambda x, w, v: torch._fake_quantize_learnable_per_channel_affine(
+            x, w, v, 1, -8, 7, 1.0
+        ),
+        4,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LEARNED_STEPS)
+def test_learned_steps(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are done on each sample by itself, and where samples are is no question."""
+    function, size = LEARNED_STEPS[name]
+    model = Lambda(
+        lambda m, x: function(m.f(x), m.w, m.v),
+        f=nn.Linear(4, 4),
+        w=nn.Parameter(torch.full((size,), 0.1)),
+        v=nn.Parameter(torch.zeros(size)),
+    )
+    x, expected = torch.randn(N, 4), []
+    for row in x.split(1):
+        out = model(row).square().sum()
+        expected.append(torch.autograd.grad(out, list(model.parameters())))
+    monkeypatch.delattr(Use, "_generic")
+    monkeypatch.delattr(Trial, "find")
+    with backpack(BatchGrad()):
+        extend(model)(x).square().sum().backward()
+    for p, each in zip(model.parameters(), zip(*expected)):
+        assert_agrees(p.grad_batch, torch.stack(each), name, rtol=1e-4)
+
+
 def test_on_each_by_autograd() -> None:
     """A constant with a batch of its own is no other's: autograd pulls back."""
     assert_right(

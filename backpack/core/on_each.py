@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 from typing import Any, Callable, Sequence
+from warnings import catch_warnings, filterwarnings
 
 import torch
 from torch import Tensor
@@ -91,7 +92,8 @@ class OnEach(Operation):
             named = {k: x for k, x in given.items() if isinstance(k, str)}
             return self._func(*[given[i] for i in range(self._count)], **named)
 
-        with torch.enable_grad():
+        with torch.enable_grad(), catch_warnings():  # what has no rule runs for each
+            filterwarnings("ignore", "There is a performance drop")
             y = vmap(run)(own, spread)
         g = _parts(cotangents, Layout(out.axis + 1, out.inner), n).movedim(0, 1)
         one = len(g) == 1

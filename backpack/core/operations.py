@@ -438,6 +438,8 @@ _ON_EACH = (
     *(torch.kron, Tensor.kron, torch.prelu, Tensor.prelu),
     *(functional.grid_sample, torch.grid_sampler, torch.grid_sampler_2d),
     *(torch.grid_sampler_3d, torch.linalg.cross, torch.cross, Tensor.cross),
+    torch._fake_quantize_learnable_per_tensor_affine,
+    torch._fake_quantize_learnable_per_channel_affine,
 )
 # A rule, and the operations that it describes
 _RULES: dict[Rule, Sequence[Callable]] = {

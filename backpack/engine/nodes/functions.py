@@ -85,7 +85,8 @@ POINTWISE = COMBINING | frozenset(
     "dropout_ alpha_dropout apply_ map_ _standard_gamma poisson bernoulli bernoulli_ "
     "binomial normal sgn sinh cosh tan atan asin "
     "acos erfc exp2 log2 log10 logit "
-    "nan_to_num nan_to_num_ fused_moving_avg_obs_fake_quant".split()
+    "nan_to_num nan_to_num_ fused_moving_avg_obs_fake_quant "
+    "fake_quantize_per_tensor_affine _fake_quantize_learnable_per_tensor_affine".split()
 )
 # Operations along some axes only, and which argument says along which
 ALONG = {
@@ -98,6 +99,8 @@ ALONG = {
     **dict.fromkeys("norm normalize topk linalg_vector_norm".split(), (2, "dim")),
     **dict.fromkeys("layer_norm rms_norm".split(), (1, "normalized_shape")),
     **dict.fromkeys(["linear", "_sample_dirichlet"], (1, "weight")),  # the last one
+    "fake_quantize_per_channel_affine": (3, "axis"),
+    "_fake_quantize_learnable_per_channel_affine": (3, "axis"),
 }
 # Operations that treat each entry of axis 0 alone, and how many axes there are then;
 # zero for any number

@@ -662,6 +662,25 @@ def test_several_outputs(name: str):
     compare(step, step.traced(*exts), exts)
 
 
+class Rounded(nn.Linear):
+    """A layer whose weight goes through functions of one's own, and is rounded."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Compute logits ``[N, C]``."""
+        weight = Backward.apply(torch.clone, self.weight.detach(), self.weight)
+        weight = torch.fake_quantize_per_tensor_affine(weight, 0.1, 0, -8, 7)
+        turned = Backward.apply(lambda g: g.flip(0), self.weight.detach(), self.weight)
+        return nn.functional.linear(x, weight + turned, self.bias)
+
+
+@pytest.mark.parametrize("name", ["BatchGrad", "BatchL2Grad", "DiagGGNExact"])
+def test_rounded_weights(name: str):
+    """What is asked of functions of parameters is no part of a step."""
+    step, exts = Step(), [make(name)]
+    step.model = extend(randomize(nn.Sequential(Rounded(6, 4)).to(F64)))
+    compare(step, step.traced(*exts), exts)
+
+
 def test_argument_with_gradient():
     """An argument that requires a gradient gets one."""
     step, ext = Step(), make("BatchGrad")

@@ -877,6 +877,9 @@ FOUND = {
     "constant-beside-a-sample": Spec(
         [Step("stay", "each-beside-a-constant", 0)], None, "mse", 2, 2
     ),
+    "nothing-behind-the-first": Spec(
+        [Step("later-steps", "class-token", 0)], None, "last-token", 1, 1
+    ),
     "nothing-routed": Spec([Step("masked", "adapter", 0)], None, "last-token", 2, 2),
     "nothing-behind-a-constant": Spec(
         [Step("first-expert-empty", "tensordot-of-no-axis-from-the-left", 0)],

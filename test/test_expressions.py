@@ -1134,8 +1134,12 @@ def test_detecting_anomalies(row: str) -> None:
         lambda g: g / g.norm(),
         torch.relu,  # multiples are, sums are not
         lambda g: g * (g.abs() >= g.abs().mean()),
+        lambda g: g * (g.abs() >= 0.05),
+        lambda g: g * (g.norm() >= 0.1),
+        lambda g: g / g.norm().clamp(min=1.0),
     ],
-    ids=["clipped", "sign", "normalized", "positive", "largest"],
+    ids="clipped sign normalized positive largest not-small not-small-norm "
+    "clipped-norm".split(),
 )
 def test_backward_that_is_not_linear(rule: Callable, quantity: str) -> None:
     """A function of parameters whose gradients do not add up is refused."""

@@ -34,6 +34,8 @@ from backpack.utils.types import kind
 
 # Products that keep their form behind views of a parameter
 _FORMS = (Dense, Apart, Outer, Pieces, Rows, Scaled, Summed)
+# How many numbers tell whether a function acts on each entry, in how many columns
+_SIZES, _COLUMNS = 2**8, 32
 # What takes a piece of a tensor
 _TAKING = ("Select", "Slice", "Split", "SplitWithSizes", "Unbind")
 _PERMUTES = ("TBackward0", "TransposeBackward0", "PermuteBackward0")
@@ -268,11 +270,23 @@ def _entry_by_entry(
 
 
 def _others(x: Tensor) -> Tensor:
-    """Make numbers of all signs and sizes, with which no matrix seems diagonal."""
-    largest = 5 if x.dtype == torch.float16 else 14
-    places = torch.arange(x.numel(), dtype=torch.float32, device=x.device)
+    """Make numbers of all signs and sizes, with which no matrix seems diagonal.
+
+    A function may leave out what is small, or change all where much of it is large.
+
+    Args:
+        x: A column, ``[1, 1, *]``.
+
+    Returns:
+        Columns ``[V, 1, *]``, of which the second half are smaller as a whole.
+    """
+    count = min(_COLUMNS, 1 + _SIZES // max(1, x.numel()))
+    least, range_, less = (-8, 13, 5) if x.dtype == torch.float16 else (-40, 60, 30)
+    places = torch.arange(count * x.numel(), dtype=torch.float32, device=x.device)
     mixed = places.add_(1).mul_(12.9898).sin_().mul_(437.585453).frac_()
-    return mixed.mul_(largest).sinh_().view(x.shape).to(x.dtype)
+    sizes = mixed.abs().mul_(range_).add_(least).exp2_()
+    made = sizes.mul_(mixed.sign_()).view(count, *x.shape[1:])
+    return torch.cat([made, made * 2.0**-less]).to(x.dtype)
 
 
 def _agree(x: Tensor | None, y: Tensor) -> bool:

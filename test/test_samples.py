@@ -25,6 +25,7 @@ from per_sample import (
     assert_refused,
     assert_right,
     assert_right_or_refused,
+    compute,
     param,
     randn,
     real,
@@ -2792,6 +2793,22 @@ def test_what_samples_share_after_the_first_input(name: str, t: int, axis: str) 
         assert_refused(row, "DiagGGNExact", says)
     else:
         assert_right(row)
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_first_input_that_is_only_asked(keep: bool) -> None:
+    """The next input holds the samples, if the first one enters nothing."""
+
+    def forward(m: Module, mask: Tensor, x: Tensor) -> Tensor:
+        x = x - x.mean(0)  # without a gradient, samples may meet
+        return m.f(x) if mask.all() else m.f(x * mask)
+
+    masks = torch.ones(N, D) if keep else torch.eye(N, D)
+    row = Row(lambda: Lambda(forward, f=nn.Linear(D, 3)), randn(D), alone=False)
+    row = row._replace(predict=lambda m, X: m(masks.to(X[0]), *X))
+    model = compute(row, ["BatchGrad"])
+    assert_agrees(model.f.weight.grad_batch.sum(0), model.f.weight.grad, "sum")
+    assert model.f.weight.grad_batch.flatten(1).any(1).all()
 
 
 @pytest.mark.parametrize("quantity", ["BatchGrad", "DiagGGNExact"])

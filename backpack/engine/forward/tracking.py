@@ -485,8 +485,7 @@ class Tracker(LowMode):
     def note_outputs(self, outputs: Sequence[Tensor]) -> None:
         """Mark outputs in which samples can't be told apart.
 
-        None of them depends on a sample, as samples have met before; or there seems to
-        be one sample only, but an output is as long as another input.
+        They have met before, or seem to be one, but one is as long as another input.
 
         Args:
             outputs: What the model returned.
@@ -496,7 +495,8 @@ class Tracker(LowMode):
             if is_function(x.grad_fn) or mark_of(x) is None:  # nothing was seen
                 self.find_placement(x)
         placed = [x for x in outs if self._finder.of(x) is not None]
-        if met is None or placed and not met.is_known or self._finder.certain(placed):
+        whole = any(Known(self._finder.of(x), self.n).has_all for x in placed)
+        if met is None or whole or self._finder.certain(placed):
             found = [(len(x), self._finder.of(x)) for x in outs if x.dim()]
             moved = {m for m, p in found if isinstance(p, Layout) and p.axis}
             says = [self.longer[m].format(m) for m, _ in found if m in self.longer]

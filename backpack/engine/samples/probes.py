@@ -72,6 +72,13 @@ class Known(NamedTuple):
     placement: Placement
     n: int
 
+    @property
+    def has_all(self) -> bool:
+        """Whether each sample may have entries."""
+        if not isinstance(self.placement, Tensor):
+            return self.placement is not None
+        return len(self.placement[self.placement >= 0].unique()) == self.n
+
 
 class Source(NamedTuple):
     """A place in the graph whose samples are known.

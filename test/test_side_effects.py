@@ -883,21 +883,38 @@ class KeepsGraph(DoesMore):
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Tuple[Tensor, Any, None]:
-        """Differentiate it."""
-        found = torch.autograd.grad(ctx.made, ctx.given, g, retain_graph=ctx.more(g))
+        """Differentiate it, and do something with what was kept."""
+        keeps = ctx.more(ctx)
+        found = torch.autograd.grad(ctx.made, ctx.given, g, retain_graph=keeps)
         return found[0], found[1] if ctx.needed else None, None
 
 
+def deletes(ctx: Any) -> bool:
+    """Delete what has to be there the next time."""
+    ctx.needed_once = ctx.needed_once if hasattr(ctx, "ran") else 0
+    ctx.ran = True
+    del ctx.needed_once
+    return True
+
+
+ONCE: Dict[str, Tuple[Callable[[Any], bool], str]] = {
+    "frees": (lambda ctx: False, r"\(RuntimeError: .*second time\)"),
+    "deletes": (deletes, r"\(AttributeError: .*needed_once'\)"),
+    "keeps": (lambda ctx: True, ""),
+}
+
+
 @pytest.mark.parametrize("on, quantity", NEEDED_AGAIN)
-@pytest.mark.parametrize("retains", [True, False])
-def test_backward_that_frees_its_graph(retains: bool, on: str, quantity: str) -> None:
+@pytest.mark.parametrize("name", ONCE)
+def test_backward_that_runs_once(name: str, on: str, quantity: str) -> None:
     """A `backward` that can run once is refused where it is needed again."""
-    says = "`KeepsGraph` frees a graph that it has kept.*retain_graph=True"
-    row = Row(lambda: with_more(lambda g: retains, on, KeepsGraph), randn(D), says=says)
-    if retains:
-        assert_right(row._replace(quantities=[quantity]))
-    else:
+    more, error = ONCE[name]
+    says = f"`KeepsGraph` has run, and can't run again {error}.*retain_graph=True"
+    row = Row(lambda: with_more(more, on, KeepsGraph), randn(D), says=says)
+    if error:
         assert_refused(row, quantity)
+    else:
+        assert_right(row._replace(quantities=[quantity]))
 
 
 READ_ONCE = hasattr(torch.autograd.Function, "clear_saved_tensors_on_access")

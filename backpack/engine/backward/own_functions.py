@@ -24,7 +24,13 @@ from backpack.engine.nodes.vjp import is_function, is_users
 from backpack.engine.samples.gaps import KNOWN, explain_place
 from backpack.engine.samples.placements import MARK, placement_of
 from backpack.engine.samples.probes import Known, Source
-from backpack.engine.samples.repeated import naming_once, once_more, put_back, replace
+from backpack.engine.samples.repeated import (
+    RAN,
+    naming_once,
+    once_more,
+    put_back,
+    replace,
+)
 from backpack.utils.hooks import EXTENDED, names_of
 from backpack.utils.parallel import is_parallel
 from backpack.utils.state import is_batched, out_of_sight, state
@@ -63,7 +69,6 @@ class OwnFunctions:
         self._functions = [x for x in nodes if extensions and is_function(x)]
         self._operands: dict[Node, list[Source]] = {}
         self._followed: set[Node] = set()
-        self._repeated: set[Node] = set()
         for node in self._functions:
             if separating and KNOWN in node.metadata and is_users(node):
                 self._operands[node] = list(_operands_of(node))
@@ -84,11 +89,8 @@ class OwnFunctions:
         repeats = state().pulling and is_users(node)
         known = repeats and node in self._followed  # for each sample, it is the same
         once = once_more(node, gradients) if repeats else nullcontext(gradients)
-        if repeats:
-            self._repeated.add(node)
-        again = naming_once(node) if node in self._repeated else nullcontext()
         try:
-            with again, once as g:
+            with naming_once(node), once as g:
                 if node in self._operands and not (known or is_grad_enabled()):
                     return self._follow(node, g)
                 return type(node).apply(node, *g)
@@ -132,9 +134,9 @@ class OwnFunctions:
             handle.remove()
         for node in self._functions:
             put_back(node)
+            node.metadata.pop(RAN, None)
         self._functions.clear()
         self._followed.clear()
-        self._repeated.clear()
 
 
 class _Follower(Tracker):

@@ -35,11 +35,13 @@ DRAWS = (
 )
 
 ONCE = (
-    "The backward of {function} frees a graph that it has kept, and can't run again "
-    "({error}). It is needed more than once, for samples or columns by themselves. Let "
-    "it differentiate with `retain_graph=True`, or compute the graph anew."
+    "The backward of {function} has run, and can't run again ({error}). It is needed "
+    "more than once, for samples or columns by themselves. Let it keep what it has "
+    "kept: no attribute is to be deleted, and a graph of its own to be differentiated "
+    "with `retain_graph=True`."
 )
 _FREED = "backward through the graph a second time"
+RAN = "backpack.ran"  # where the node of a function keeps that its `backward` has
 
 
 @contextmanager
@@ -53,16 +55,18 @@ def naming_once(node: Node) -> Iterator[None]:
         Nothing.
 
     Raises:
-        NotImplementedError: If what it has kept was freed.
+        NotImplementedError: If it lacks something that was there the first time.
     """
     try:
         yield
-    except RuntimeError as error:
-        if _FREED not in str(error):
+    except (AttributeError, LookupError, RuntimeError) as error:
+        gone = not isinstance(error, RuntimeError) or _FREED in str(error)
+        if RAN not in node.metadata or not gone:
             raise
-        said = str(error).split(" (")[0]
+        said = f"{type(error).__name__}: {error}".split(" (")[0]
         text = ONCE.format(function=name_of(node), error=said)
         raise NotImplementedError(text) from error
+    node.metadata[RAN] = True
 
 
 @contextmanager

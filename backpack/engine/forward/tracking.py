@@ -495,8 +495,8 @@ class Tracker(LowMode):
             if is_function(x.grad_fn) or mark_of(x) is None:  # nothing was seen
                 self.find_placement(x)
         placed = [x for x in outs if self._finder.of(x) is not None]
-        whole = any(Known(self._finder.of(x), self.n).has_all for x in placed)
-        if met is None or whole or self._finder.certain(placed):
+        known = (Known(self._finder.of(x), self.n) for x in placed)
+        if met is None or self._finder.certain(placed) or any(k.has_all for k in known):
             found = [(len(x), self._finder.of(x)) for x in outs if x.dim()]
             moved = {m for m, p in found if isinstance(p, Layout) and p.axis}
             says = [self.longer[m].format(m) for m, _ in found if m in self.longer]

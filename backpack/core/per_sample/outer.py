@@ -450,6 +450,8 @@ class Outer(PerSample):
         d, p = self._sizes
         relative = self.positions * (d + p) / max(1, d * p)
         least = tuning.GRAM_MULTIPLICATIONS[has_fast_blas()]
+        if self._unfolding is None and not has_fast_blas():
+            least = tuning.GRAM_OF_ROWS
         adds_up = self.keeps_total and self._total is None
         many = adds_up and self.positions * relative >= least
         return self.positions > 1 and (many or relative >= 1)

@@ -199,26 +199,7 @@ class LayerLike(Operation):
                 product = Rows(product.ids, product.b, product.shape, valid)
             return product
         x, b = x.flatten(0, 1), b.flatten(1, 2)
-        return merge_rows(derivatives.product(name, layer, [x], b), n)
-
-
-def merge_rows(product: PerSample, n: int) -> PerSample:
-    """Add up the products of each sample's rows.
-
-    Args:
-        product: Products of N·R rows, sample by sample.
-        n: Number N of samples.
-
-    Returns:
-        Products of N samples.
-    """
-    if isinstance(product, Outer):
-        return product.merged(n)
-    if isinstance(product, Summed):
-        b = product.b.unflatten(1, (n, -1)).flatten(2, 3)
-        return Summed(b, product.shape, product.groups, product.sums_positions)
-    products = product.individual().unflatten(1, (n, -1)).sum(2)
-    return Dense(products, product.shape)
+        return derivatives.product(name, layer, [x], b).merged(n)
 
 
 class Contraction(Operation):

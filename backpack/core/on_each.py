@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from contextlib import suppress
 from typing import Any, Callable, Sequence
-from warnings import catch_warnings, filterwarnings
 
 import torch
 from torch import Tensor
@@ -17,6 +16,7 @@ from torch.func import vmap
 from backpack.core.kinds import Key, Operation
 from backpack.core.layout import Layout, Placement, Where
 from backpack.core.per_sample.base import Dense, PerSample
+from backpack.utils.errors import without_performance_warnings
 from backpack.utils.types import versions_of
 
 
@@ -92,8 +92,7 @@ class OnEach(Operation):
             named = {k: x for k, x in given.items() if isinstance(k, str)}
             return self._func(*[given[i] for i in range(self._count)], **named)
 
-        with torch.enable_grad(), catch_warnings():  # what has no rule runs for each
-            filterwarnings("ignore", "There is a performance drop")
+        with torch.enable_grad(), without_performance_warnings():
             y = vmap(run)(own, spread)
         g = _parts(cotangents, Layout(out.axis + 1, out.inner), n).movedim(0, 1)
         one = len(g) == 1

@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from backpack.core.derivatives.recurrent import STATES, RecurrentDerivatives, rows_of
 from backpack.core.derivatives.stored import shallow_copy
-from backpack.core.kinds import Key, Operation, merge_rows
+from backpack.core.kinds import Key, Operation
 from backpack.core.layout import Layout, Placement
 from backpack.core.per_sample.apart import Apart
 from backpack.core.per_sample.base import PerSample
@@ -82,7 +82,7 @@ class Recurrence(Operation):
         if isinstance(found, Apart):
             return Apart(found.own, sequences.view(1, -1, 1), n)
         order: Any = sequences.argsort(stable=True)
-        return merge_rows(found.select(order), n)
+        return found.select(order).merged(n)
 
 
 def called(

@@ -1,9 +1,10 @@
 """Warnings, and checks of modules that end in one or in an error."""
 
 import sys
+from contextlib import contextmanager
 from types import FrameType
-from typing import Any, Iterable, Mapping, Sequence, Type
-from warnings import warn_explicit
+from typing import Any, Iterable, Iterator, Mapping, Sequence, Type
+from warnings import catch_warnings, filterwarnings, warn_explicit
 
 from torch import Generator, Tensor, nn
 from torch.nn import Module
@@ -41,6 +42,18 @@ def warn_user(text: str) -> None:
     registry = names.setdefault("__warningregistry__", {})
     file, module = frame.f_code.co_filename, names.get("__name__")
     warn_explicit(text, UserWarning, file, line, module, registry)
+
+
+@contextmanager
+def without_performance_warnings() -> Iterator[None]:
+    """Let ``vmap`` run what it has no rule for one after the other, without a word.
+
+    Yields:
+        Nothing.
+    """
+    with catch_warnings():
+        filterwarnings("ignore", "There is a performance drop")
+        yield
 
 
 def _outside(frame: FrameType) -> FrameType:

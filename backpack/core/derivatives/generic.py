@@ -6,7 +6,6 @@ wrote a rule for.
 """
 
 from typing import Any, List, Sequence
-from warnings import catch_warnings, filterwarnings
 
 import torch
 from torch import Tensor
@@ -16,6 +15,7 @@ from torch.nn import GRU, LSTM, RNN, MultiheadAttention
 from backpack.core.derivatives import stored
 from backpack.core.per_sample.base import Dense
 from backpack.hessianfree.lop import pull_columns
+from backpack.utils.errors import without_performance_warnings
 from backpack.utils.types import Layer, tensors_in
 
 _SEQUENCE_MODULES = (RNN, LSTM, GRU, MultiheadAttention)
@@ -90,9 +90,7 @@ def generic_product(
     """
     param, y = stored.evaluate_parameter(module, name, inputs)
     axis = 1 + output_batch_axis(module, 0)
-    with catch_warnings():
-        # operations that vmap has no rule for are slow, which this rule is anyway
-        filterwarnings("ignore", "There is a performance drop")
+    with without_performance_warnings():  # this rule is slow, anyway
         rows = [
             _pull_columns(y, param, only_sample(cotangents, axis, n))
             for n in range(cotangents.shape[axis])

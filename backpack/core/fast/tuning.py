@@ -62,14 +62,15 @@ SUMMED_ELEMENTS = 2**20
 # processor. Norms and sum, 192 channels, 8 samples: for 25 positions (3.6) 5.0 ms and
 # 4.1, for 36 (7.5) 5.8 and 7.0, for 49 (14) 6.4 and 10.6. Linear, 64 positions, 4
 # samples (Zen 4): 768 to 2304 features (7.1) 23 and 12, to 768 (11) 4.9 and 4.9; 8
-# samples, 128 to 512 (40) 1.0 and 1.5.
-GRAM_MULTIPLICATIONS = {False: 9, True: 58}
-
-# The same where nothing is unfolded, without such a BLAS (Zen 4): 64 positions, 4
-# samples, 512 to 2048 features (10) 8.3 and 6.8; 8 samples, 256 to 1024 (20) 4.1 and
-# 3.9, to 256 (32) 0.94 and 1.05. Norms for a GPT-2 of 512 features: 1.19 and 1.09
-# gradients instead of 1.30 and 1.21; no difference for 128, 256 and 768.
-GRAM_OF_ROWS = 20
+# samples, 128 to 512 (40) 1.0 and 1.5. Less where inputs are unfolded, without such a
+# BLAS: linear, 64 positions, 4 samples (Zen 4), 512 to 2048 features (10) 8.3 and 6.8;
+# 8 samples, 256 to 1024 (20) 4.1 and 3.9, to 256 (32) 0.94 and 1.05. Norms for a GPT-2
+# of 512 features: 1.19 and 1.09 gradients instead of 1.30 and 1.21 with 9; no
+# difference for 128, 256 and 768. By whether they are, and whether there is one.
+GRAM_MULTIPLICATIONS = {
+    **{(True, False): 9, (False, False): 20},
+    **{(True, True): 58, (False, True): 58},
+}
 
 # Up to so many positions per output channel, a fast matrix product with the unfolded
 # input beats a convolution, which reorders each product. Squares and sum, 192 channels,

@@ -131,6 +131,18 @@ class PerSample(ABC):
         every = [x.individual().unsqueeze(2) for x in (self, *others)]
         return Dense(place(every, 1, 2).sum(2), self.shape)
 
+    def merged(self, n: int) -> PerSample:
+        """Add up the products of each sample's rows.
+
+        Args:
+            n: Number of samples, whose R rows, one after the other, are now one each.
+
+        Returns:
+            Products of n samples.
+        """
+        products = self.individual().unflatten(1, (n, -1)).sum(2)
+        return Dense(products, self.shape)
+
     def added_to(self, products: Tensor) -> Tensor:
         """Add these products to others.
 
@@ -477,6 +489,10 @@ class Summed(Dense):
 
     def placed(self, others: Sequence[PerSample], place: Place) -> Summed:  # noqa: D102
         b = place([x.b for x in (self, *others)], 1, 2)
+        return Summed(b, self.shape, self.groups, self.sums_positions)
+
+    def merged(self, n: int) -> Summed:  # noqa: D102
+        b = self.b.unflatten(1, (n, -1)).flatten(2, 3)
         return Summed(b, self.shape, self.groups, self.sums_positions)
 
     def select(self, samples: Sequence[int] | slice) -> Summed:  # noqa: D102

@@ -140,15 +140,7 @@ class Outer(PerSample):
         a, b = place([x.a for x in every], 0, 2), place([x.b for x in every], 1, 3)
         return self._like_all(every, a, b)
 
-    def merged(self, n: int) -> Outer:
-        """Add up the products of each sample's rows.
-
-        Args:
-            n: Number of samples, whose R rows are now one sample each.
-
-        Returns:
-            Products of n samples, with T·R positions.
-        """
+    def merged(self, n: int) -> Outer:  # noqa: D102
         unfolded = self.groups * self.positions * self.inputs_size
         recipe = self.recipe().merged(n, self.shape.numel(), unfolded)
 
@@ -449,9 +441,8 @@ class Outer(PerSample):
         """
         d, p = self._sizes
         relative = self.positions * (d + p) / max(1, d * p)
-        least = tuning.GRAM_MULTIPLICATIONS[has_fast_blas()]
-        if self._unfolding is None and not has_fast_blas():
-            least = tuning.GRAM_OF_ROWS
+        unfolds = self._unfolding is not None
+        least = tuning.GRAM_MULTIPLICATIONS[unfolds, has_fast_blas()]
         adds_up = self.keeps_total and self._total is None
         many = adds_up and self.positions * relative >= least
         return self.positions > 1 and (many or relative >= 1)

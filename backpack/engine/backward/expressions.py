@@ -259,15 +259,21 @@ def _entry_by_entry(
         return None
     with compute_only(own), unseen(nodes):
         (slope,) = batched_vjp([edge], [begin], [ones])
-        if slope is None:
+        if slope is None or own and not _is_diagonal(edge, begin, slope):
             return None
-        if own:  # whose backward may be any
-            other, product = _others(ones), None
-            with suppress(Exception):  # a user's, who does not expect such numbers
-                (product,) = batched_vjp([edge], [begin], [other])
-            if not _agree(product, slope * other):
-                return None
     return begin, slope[0, 0]
+
+
+def _is_diagonal(edge: GradientEdge, begin: GradientEdge, slope: Tensor) -> bool:
+    """Tell whether what a user has written multiplies each entry by its slope."""
+    columns = _others(slope)
+    with suppress(Exception):  # a user's, who does not expect such numbers
+        (found,) = batched_vjp([edge], [begin], [columns])
+        precision = 20 * torch.finfo(slope.dtype).eps
+        return found is not None and torch.allclose(
+            found, slope * columns, rtol=precision, atol=0
+        )
+    return False
 
 
 def _others(x: Tensor) -> Tensor:
@@ -288,13 +294,6 @@ def _others(x: Tensor) -> Tensor:
     sizes = mixed.abs().mul_(range_).add_(least).exp2_()
     made = sizes.mul_(mixed.sign_()).view(count, *x.shape[1:])
     return torch.cat([made, made * 2.0**-less]).to(x.dtype)
-
-
-def _agree(x: Tensor | None, y: Tensor) -> bool:
-    """Tell whether numbers are the same but for rounding, each by itself."""
-    return x is not None and torch.allclose(
-        x, y, rtol=20 * torch.finfo(y.dtype).eps, atol=0
-    )
 
 
 def _kind_at(place: tuple[Node, int]) -> tuple[torch.Size, torch.dtype]:

@@ -485,7 +485,7 @@ class Tracker(LowMode):
     def note_outputs(self, outputs: Sequence[Tensor]) -> None:
         """Mark outputs in which samples can't be told apart.
 
-        They have met before, or seem to be one, but one is as long as another input.
+        They have met before; or there seems to be one, but a result has more rows.
 
         Args:
             outputs: What the model returned.

@@ -4,13 +4,13 @@ from contextlib import contextmanager
 from functools import partial
 from operator import mul
 from typing import Any, Callable, Iterator, List, Optional, Sequence, Tuple
-from warnings import catch_warnings, filterwarnings
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
 from backpack.engine.nodes.saved import InsteadOfSaved
+from backpack.utils.errors import without_performance_warnings
 from backpack.utils.state import may_look, state
 from backpack.utils.types import dense
 
@@ -277,8 +277,7 @@ def _vmapped(pull_back: Callable, columns: Sequence[Tensor]) -> List[Optional[Te
         return [dense(x) for x in found if x is not None]
 
     try:
-        with catch_warnings():  # what has no rule runs for one after the other
-            filterwarnings("ignore", "There is a performance drop")
+        with without_performance_warnings():
             rows = iter(torch.vmap(pull_one)(*columns))
     except (RuntimeError, ValueError):
         return _one_by_one(pull_back, columns)

@@ -25,12 +25,8 @@ from backpack.converter.convert import convert_module_to_backpack
 from backpack.core.derivatives.generic import tensor_outputs
 from backpack.engine.backward.backward_pass import BackwardPass
 from backpack.engine.backward.report import Report
-from backpack.engine.forward.hooks import (
-    forget_interrupted,
-    register,
-    register_hooks,
-    scriptable,
-)
+from backpack.engine.forward.frames import forget_interrupted
+from backpack.engine.forward.hooks import register, register_hooks, scriptable
 from backpack.engine.nodes.functions import is_of_inputs
 from backpack.engine.nodes.graph import root_edges
 from backpack.engine.nodes.record import Call, clear_stored

@@ -23,7 +23,7 @@ from torch.nn import functional as F
 from torch.overrides import _get_current_function_mode_stack
 
 from backpack import backpack, compile_step, extend
-from backpack.engine.forward import hooks
+from backpack.engine.forward.frames import THREAD, forget_interrupted
 from backpack.engine.samples.trials import _WithoutCudnn
 from backpack.extensions import KFRA, BatchGrad, DiagGGNExact, DiagHessian
 from backpack.utils.state import _KEY, State, state
@@ -273,7 +273,7 @@ def _interrupt() -> Any:
 
 
 @pytest.mark.parametrize("at", ["enter", "exit"])
-@pytest.mark.parametrize("function", [State.enter, hooks.forget_interrupted])
+@pytest.mark.parametrize("function", [State.enter, forget_interrupted])
 def test_context_that_is_interrupted(function: Any, at: str, interrupt: Any) -> None:
     """It is left, whether it was entered as a whole or not."""
     if at == "exit" and function is State.enter:
@@ -313,7 +313,7 @@ class Patient(nn.Module):
         except KeyboardInterrupt:
             pass
         h = self.c(h)
-        self.running = [frame.module for frame in hooks._THREAD.frames]
+        self.running = [frame.module for frame in THREAD.frames]
         return torch.stack([row * self.w for row in h.unbind(0)])
 
 

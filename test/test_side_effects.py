@@ -10,7 +10,7 @@ import re
 import sys
 import weakref
 from functools import partial
-from typing import Any, Callable, Dict, Iterator, List, Tuple
+from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple
 
 import pytest
 import torch
@@ -39,7 +39,7 @@ from torch.utils.checkpoint import checkpoint
 
 from backpack import backpack, extend, memory_cleanup
 from backpack.context import CTX
-from backpack.engine.forward import hooks
+from backpack.engine.forward import frames, hooks
 from backpack.extensions import KFLR, BatchGrad, BatchL2Grad, DiagGGNExact, Variance
 from backpack.utils.types import generator_of
 
@@ -1422,23 +1422,24 @@ def test_interruption_that_is_kept() -> None:
 
 
 class Lines:
-    """Notes which lines of a file are run, and is interrupted at one of them."""
+    """Notes which lines of our hooks are run, and is interrupted at one of them."""
 
-    def __init__(self, file: str, stop: int = 0):
-        """Choose the file, and the line."""
-        self.file, self.stop = file, stop
-        self.seen: Dict[int, None] = {}
+    def __init__(self, stop: Optional[Tuple[str, int]] = None):
+        """Choose the line."""
+        self.files, self.stop = {frames.__file__, hooks.__file__}, stop
+        self.seen: Dict[Tuple[str, int], None] = {}
 
     def __call__(self, frame: Any, event: str, arg: Any) -> Any:
         """Trace a call, or a line of one."""
         code = frame.f_code
-        if code.co_filename != self.file or code.co_name == "__del__":
+        if code.co_filename not in self.files or code.co_name == "__del__":
             return None  # Python lets nothing out of the latter
         if event == "line":
-            if frame.f_lineno == self.stop:
+            line = code.co_filename, frame.f_lineno
+            if line == self.stop:
                 sys.settrace(None)
                 raise KeyboardInterrupt
-            self.seen[frame.f_lineno] = None
+            self.seen[line] = None
         return self
 
     def trace(self, function: Callable) -> None:
@@ -1460,7 +1461,7 @@ def test_interrupted_anywhere(make: Callable) -> None:
     row = Row(make, randn(D))
     model, loss, X = row.build()
     model, loss = extend(model), extend(loss)
-    lines = Lines(hooks.__file__)
+    lines = Lines()
     row.run(model, loss, X)
     lines.trace(lambda: row.run(model, loss, X))
     assert len(lines.seen) > 100
@@ -1468,7 +1469,7 @@ def test_interrupted_anywhere(make: Callable) -> None:
         modes = _get_current_function_mode_stack()
         for line in lines.seen:
             with pytest.raises(KeyboardInterrupt):
-                Lines(hooks.__file__, line).trace(lambda: row.run(model, loss, X))
+                Lines(line).trace(lambda: row.run(model, loss, X))
             assert _get_current_function_mode_stack() == modes, line
             model.zero_grad()
             value = row.run(model, loss, X)

@@ -146,6 +146,11 @@ class BackwardPass:
         self.in_losses: set[Module] = set()
         self._idle: dict[Call, Node] = {}
         self._apart: set[Call] = set()  # whose turn was at one of their outputs
+        self._prepare(roots, inputs)
+
+    def _prepare(self, roots: Sequence[GradientEdge], inputs: Any) -> None:
+        """Look at the graph, refuse what nothing sees, and let nodes be met."""
+        current, exts = self.state, self.state.active_exts
         looks = bool(exts) or not current.gradient
         self._look_at(roots if looks else ())
         refuse_opened(self.inspection.calls, exts)
@@ -167,7 +172,7 @@ class BackwardPass:
         if current.check and self._separating:
             with explained(exts):
                 check_isolation(self.inspection, current)
-        args = accumulates, inputs is None, creates_graph
+        args = self.accumulates, self._is_filtered, self._creates_graph
         self.accumulated = choose(current, self.groups, self.inspection, *args)
         self._listen()
         self._functions = OwnFunctions(self.inspection.nodes, exts, self._separating)

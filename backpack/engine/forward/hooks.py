@@ -7,8 +7,6 @@ outside of any other module are uses as a whole, and nothing is watched.
 
 from __future__ import annotations
 
-import sys
-import threading
 from collections import OrderedDict
 from copy import copy
 from typing import Any
@@ -28,11 +26,20 @@ from backpack.converter.function import FunctionModule
 from backpack.core.derivatives.generic import tensor_outputs
 from backpack.core.table import find_loss_module, find_row
 from backpack.engine.forward import layer_calls
+from backpack.engine.forward.frames import (
+    THREAD,
+    Frame,
+    Guard,
+    caller_of_hook,
+    clear_inside,
+    forget_interrupted,
+    pop_frame,
+)
 from backpack.engine.forward.repetitions import hold_call, is_repeated, may_change
 from backpack.engine.forward.tracking import Tracker
 from backpack.engine.nodes.constants import are_apart, edge_of, edges_of
 from backpack.engine.nodes.graph import VIEW, is_leaf, note_tangent, on_one_node
-from backpack.engine.nodes.record import Call, CallRef, clear_stored
+from backpack.engine.nodes.record import Call, CallRef
 from backpack.engine.nodes.uses import Entry, entries_at, is_whole, listen
 from backpack.engine.samples.gaps import note_constants
 from backpack.engine.samples.placements import (
@@ -65,33 +72,6 @@ from backpack.utils.types import tensors_in
 _MOVED = object()  # in place of an output: a hook that was not registered here
 
 
-class _Frame:
-    """A call of a module that has not returned yet."""
-
-    __slots__ = "module call running start since tracker row is_constant".split()
-
-    def __init__(self, module: Module, running: int):
-        self.module, self.running = module, running
-        self.call = Call(module)
-        self.start = len(_THREAD.returned)
-        self.since = torch._C._autograd._get_sequence_nr()
-        self.tracker: Tracker | None = None  # if it was started here
-        self.row: layer_calls.Covered | None = None  # if the call is a use as a whole
-        self.is_constant = False  # whether no sample can enter it
-
-
-class _Thread(threading.local):
-    def __init__(self) -> None:
-        self.frames: list[_Frame] = []
-        # inside of the outermost frame: modules, and records of their calls
-        self.returned: list[tuple[Module | None, CallRef]] = []
-        self.tracker: Tracker | None = None
-        self.graphless = Modules()
-
-
-_THREAD = _Thread()
-
-
 def steps_aside() -> bool:
     """Tell whether there is nothing to capture.
 
@@ -110,40 +90,10 @@ def steps_aside() -> bool:
     )
 
 
-def forget_interrupted(python_frame: Any = None) -> None:
-    """Forget calls that were interrupted: no hook runs after Ctrl-C.
-
-    Args:
-        python_frame: From where to look for calls that led here. Default: the caller.
-    """
-    frames = _THREAD.frames
-    while frames and not _is_running(frames[-1], python_frame or sys._getframe(1)):
-        _leave_last()
-
-
-def _caller() -> Any:
-    """Return Python's frame that has called a hook, and lives as long as the call."""
-    python_frame = sys._getframe(2)
-    while python_frame.f_globals.get("__name__") in _BETWEEN:
-        python_frame = python_frame.f_back
-    return python_frame
-
-
-# Modules that call our hooks for others, with frames that are gone then
-_BETWEEN = {__name__, untraced.__module__, "torch._dynamo.eval_frame"}
-
-
-def _is_running(frame: _Frame, python_frame: Any) -> bool:
-    """Tell whether a call is among those that led here."""
-    while python_frame is not None and id(python_frame) != frame.running:
-        python_frame = python_frame.f_back
-    return python_frame is not None
-
-
 @answered
 def _is_opaque() -> bool:
     """Tell whether what is compiled runs as a whole, and nothing inside is recorded."""
-    return is_indivisible(_THREAD.tracker is not None)
+    return is_indivisible(THREAD.tracker is not None)
 
 
 @skipped
@@ -171,17 +121,17 @@ def enter_call(
             PLAIN.add(module)
         return None
     PLAIN.discard(module)
-    caller = _caller()
+    caller = caller_of_hook()
     forget_interrupted(caller.f_back)  # one in the same frame has been, too
-    frames, tracker = _THREAD.frames, _THREAD.tracker
+    frames, tracker = THREAD.frames, THREAD.tracker
     if not frames:
-        _THREAD.returned.clear()
+        THREAD.returned.clear()
         extend_new(module)
         share((*args, *kwargs.values()))
         state()  # of this thread, which a backward pass would make for each node
-    frame = _Frame(module, id(caller))
+    frame = Frame(module, id(caller))
     frames.append(frame)
-    guard = _Guard(frame, kwargs) if len(frames) == 1 else None
+    guard = Guard(frame, kwargs) if len(frames) == 1 else None
     with torch._C.DisableTorchFunction():
         if tracker is not None:
             tracker.owner = frame.call
@@ -199,31 +149,11 @@ def enter_call(
     return None if guard is None else (args, guard)
 
 
-class _Guard(dict):
-    """Keyword arguments of an outermost call; when they go, the call is over.
-
-    No hook runs after Ctrl-C, but what was local to the call is freed.
-    """
-
-    _frame: _Frame | None = None  # the first line can be interrupted as well
-
-    def __init__(self, frame: _Frame, kwargs: dict[str, Any]):
-        super().__init__(kwargs)
-        self._frame = frame
-
-    @skipped
-    def __del__(self) -> None:
-        if self._frame in _THREAD.frames:
-            while self._frame in _THREAD.frames:
-                _leave_last()
-            _clear_inside()
-
-
-def _start(frame: _Frame, args: tuple, kwargs: dict[str, Any]) -> None:
+def _start(frame: Frame, args: tuple, kwargs: dict[str, Any]) -> None:
     """Begin to watch operations, if there are samples."""
     found = layer_calls.find_samples(frame.module, args, kwargs)
     if found is not None:
-        frame.tracker = _THREAD.tracker = Tracker(found.n, found.inputs)
+        frame.tracker = THREAD.tracker = Tracker(found.n, found.inputs)
         frame.tracker.owner, frame.tracker.root = frame.call, frame.call.module_ref
         frame.tracker.note_loss = _note_function
         frame.tracker.longer, frame.tracker.beside = found.longer, found.beside
@@ -251,64 +181,26 @@ def leave_call(
     if is_dynamo_compiling():
         traced = not is_grad_enabled() or _is_opaque()
         return None if traced else untraced(leave_call, module, args, kwargs, output)
-    frame = _pop_frame(module, _caller()) if _THREAD.frames else None
-    if type(kwargs) is _Guard:
+    frame = pop_frame(module, caller_of_hook()) if THREAD.frames else None
+    if type(kwargs) is Guard:
         kwargs = dict(kwargs)  # the record would keep what keeps the record
     if output is None or frame is None or not is_grad_enabled():
-        if output is None and not _THREAD.frames:
-            _clear_inside()
+        if output is None and not THREAD.frames:
+            clear_inside()
         return None
     # a function mode, like that of our context, would see each look at a tensor
     with torch._C.DisableTorchFunction():
         return _record(module, args, kwargs, output, frame)
 
 
-def _pop_frame(module: Module, caller: Any) -> _Frame | None:
-    """End a module's call, unless it was stepped aside from, inside of one that runs.
-
-    As is the repetition for a checkpoint, or a call without gradients.
-    """
-    frames = _THREAD.frames
-    for position in reversed(range(len(frames))):
-        frame = frames[position]
-        if frame.module is module:
-            if frame.running != id(caller) and _is_running(frame, caller):
-                return None
-            while len(frames) > position + 1:
-                _leave_last()
-            return _leave_last()
-    return None
-
-
-def _leave_last() -> _Frame:
-    """Go on as before the innermost call, which is forgotten when all that is done."""
-    frame, tracker = _THREAD.frames[-1], _THREAD.tracker
-    if frame.tracker is not None:
-        _THREAD.tracker, frame.tracker.key.is_over = None, True
-        frame.tracker.leave()
-    elif tracker is not None:
-        tracker.owner = _THREAD.frames[-2].call
-        if frame.row is not None:
-            tracker.resume()
-    return _THREAD.frames.pop()
-
-
-def _clear_inside() -> None:
-    """Clear modules inside of an outermost call that has failed."""
-    for module, _ in _THREAD.returned:
-        if module is not None:
-            clear_stored(module)
-    _THREAD.returned.clear()
-
-
 # ------------------------------------------------------------------------------ records
 
 
 def _record(
-    module: Module, args: tuple, kwargs: dict[str, Any], output: Any, frame: _Frame
+    module: Module, args: tuple, kwargs: dict[str, Any], output: Any, frame: Frame
 ) -> Any | None:
     """Make the record of a call; see :func:`leave_call`."""
-    tracker = frame.tracker or _THREAD.tracker
+    tracker = frame.tracker or THREAD.tracker
     replaced = None
     if frame.tracker is not None and isinstance(output, Parameter):
         # a leaf outlives the graph; its alias is part of the graph and owns the call
@@ -319,23 +211,14 @@ def _record(
         note_constants(outputs)
     if any([x.is_nested and x.layout is torch.strided for x in outputs]):
         return None  # they have no shape
-    constant: set[int] = set()  # outputs without samples: another way leads to them
-    # what comes out of a layer that is looked at as a whole has no mark yet
-    if len(outputs) > 1 and frame.row is None and tracker is not None:
-        constant = {id(x) for x in outputs if placement_of(x, tracker.key) is None}
-        if len(constant) == len(outputs) and frame.tracker is not None:
-            constant.clear()  # no other way leads to the model
+    constant = _constant_among(outputs, frame, tracker)
     edges = edges_of(outputs, constant)
     is_apart = len(outputs) > 1 and are_apart(edges)
     if is_apart and (find_row(module) or not RULED.isdisjoint(type(module).__mro__)):
         # a rule needs the gradients at all of them; others see no copies
-        marks = [mark_of(x) for x in outputs]
-        output = replaced = on_one_node(output, constant)
-        outputs = tensor_outputs(output)
-        for x, mark in zip(outputs, marks):
-            if mark:
-                place(x, mark[1], mark[0], mark[3])
-        edges, is_apart = edges_of(outputs, constant), False
+        output = replaced = _on_one_node(output, constant)
+        outputs, is_apart = tensor_outputs(output), False
+        edges = edges_of(outputs, constant)
     call = frame.call
     call.finish(module, args, kwargs, outputs, edges, _parameters(module, args, frame))
     call.is_apart = is_apart
@@ -346,39 +229,77 @@ def _record(
     outermost = tracker is None or frame.tracker is tracker
     if layer_calls.computes_loss(module, call, outputs, outermost):
         call.is_loss, call.loss_module = True, module
-    if module._modules:
-        call.is_composite = any([x is not None for x in module._modules.values()])
-    returned = _THREAD.returned
-    if len(returned) > frame.start:
-        call.is_transparent = any([m is not None for m, _ in returned[frame.start :]])
-    if call.is_loss:
-        for _, ref in returned[frame.start :]:  # the outermost loss module is the loss
-            if ref() is not None:
-                ref().is_loss = False
-    if _THREAD.frames:
-        returned.append((module, CallRef(call)))
-    else:
-        call.is_outermost = True
-        call.inside = [ref for _, ref in returned]
-        returned.clear()
+    _note_inside(call, module, frame)
     if call.is_loss:
         layer_calls.note_prediction(call)
     elif frame.row is not None:
-        placements = layer_calls.note_use(call, frame.row, args, outputs, frame.since)
-        if tracker is not None:
-            key = tracker.key
-            several = len(key.inputs) > 1
-            data = tensors_in((args, kwargs), depth=2) if several else ()
-            shared = bool(data) and all([may_be_shared(x, key) for x in data])
-            for x, placement in zip(outputs, placements):
-                tracker.place(x, placement, shared)
-        call.placements = placements
+        _note_layer(call, frame, outputs, tracker, (args, kwargs))
     if frame.tracker is not None and not call.is_loss:
         frame.tracker.note_outputs(outputs)
         call.n = frame.tracker.n
         call.placements = [placement_of(x, frame.tracker.key) for x in outputs]
     _attach(call, outputs, edges)
     return replaced
+
+
+def _constant_among(
+    outputs: list[Tensor], frame: Frame, tracker: Tracker | None
+) -> set[int]:
+    """Find outputs without samples, by identity: another way leads to them."""
+    # what comes out of a layer that is looked at as a whole has no mark yet
+    if len(outputs) < 2 or frame.row is not None or tracker is None:
+        return set()
+    constant = {id(x) for x in outputs if placement_of(x, tracker.key) is None}
+    if len(constant) == len(outputs) and frame.tracker is not None:
+        return set()  # no other way leads to the model
+    return constant
+
+
+def _on_one_node(output: Any, constant: set[int]) -> Any:
+    """Copy outputs to where a single node is behind them, with their marks."""
+    marks = [mark_of(x) for x in tensor_outputs(output)]
+    output = on_one_node(output, constant)
+    for x, mark in zip(tensor_outputs(output), marks):
+        if mark:
+            place(x, mark[1], mark[0], mark[3])
+    return output
+
+
+def _note_inside(call: Call, module: Module, frame: Frame) -> None:
+    """Note what was called inside of a call, or that it is inside of others."""
+    if module._modules:
+        call.is_composite = any([x is not None for x in module._modules.values()])
+    returned = THREAD.returned
+    if len(returned) > frame.start:
+        call.is_transparent = any([m is not None for m, _ in returned[frame.start :]])
+    if call.is_loss:
+        for _, ref in returned[frame.start :]:  # the outermost loss module is the loss
+            if ref() is not None:
+                ref().is_loss = False
+    if THREAD.frames:
+        returned.append((module, CallRef(call)))
+    else:
+        call.is_outermost = True
+        call.inside = [ref for _, ref in returned]
+        returned.clear()
+
+
+def _note_layer(
+    call: Call,
+    frame: Frame,
+    outputs: list[Tensor],
+    tracker: Tracker | None,
+    given: tuple[tuple, dict[str, Any]],
+) -> None:
+    """Note a layer that is a use as a whole, and where samples are in its outputs."""
+    note = layer_calls.note_use
+    call.placements = note(call, frame.row, given[0], outputs, frame.since)
+    if tracker is not None:
+        several = len(tracker.key.inputs) > 1
+        data = tensors_in(given, depth=2) if several else ()
+        shared = bool(data) and all([may_be_shared(x, tracker.key) for x in data])
+        for x, placement in zip(outputs, call.placements):
+            tracker.place(x, placement, shared)
 
 
 def _note_function(func: Any, args: tuple, kwargs: dict[str, Any], out: Tensor) -> None:
@@ -392,7 +313,7 @@ def _note_function(func: Any, args: tuple, kwargs: dict[str, Any], out: Tensor) 
         call.finish(module, operands, {}, [out], edges, {})
         call.is_loss = call.is_function = True
         call.loss_module = module  # nobody else owns it
-        _THREAD.returned.append((None, CallRef(call)))
+        THREAD.returned.append((None, CallRef(call)))
         layer_calls.note_prediction(call)
         _attach(call, [out], edges)
 
@@ -417,7 +338,7 @@ def _is_alone(module: Module) -> bool:
     return is_last and not _comes_late(module)
 
 
-def _parameters(module: Module, args: tuple, frame: _Frame) -> dict[str, Tensor]:
+def _parameters(module: Module, args: tuple, frame: Frame) -> dict[str, Tensor]:
     """Collect the parameters for which no call further inside is responsible."""
     own: dict[str, Tensor]
     own = {n: p for n, p in module._parameters.items() if p is not None}
@@ -427,7 +348,7 @@ def _parameters(module: Module, args: tuple, frame: _Frame) -> dict[str, Tensor]
     if not module._modules:
         return own
     inside = list(module._modules.values())
-    called = {x for x, _ in _THREAD.returned[frame.start :] if x is not None}
+    called = {x for x, _ in THREAD.returned[frame.start :] if x is not None}
     for child in inside:  # which grows meanwhile
         if child is not None and child not in called:
             if child._parameters:
@@ -460,13 +381,13 @@ def _attach(
         edges = [edge_of(base)]
     inner = [(i, e) for i, e in enumerate(edges) if e and not is_leaf(e.node)]
     if not inner:
-        _THREAD.graphless.add(call.module)
+        THREAD.graphless.add(call.module)
         return
-    if _THREAD.graphless:
-        call.graphless, _THREAD.graphless = _THREAD.graphless, Modules()
+    if THREAD.graphless:
+        call.graphless, THREAD.graphless = THREAD.graphless, Modules()
     for i, (node, number, *_) in inner:  # one node, see `on_one_node`
         entries_at(node).append(Entry(number, i, call))
-        if not _THREAD.frames:  # where a backward pass without a context is noticed
+        if not THREAD.frames:  # where a backward pass without a context is noticed
             listen(node)
 
 

@@ -21,11 +21,9 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from backpack.core.layout import (
-    Layout,
     Mixed,
     Placement,
     bits,
-    conflict,
     has_bit,
     sample_numbers,
     simplify,
@@ -41,6 +39,7 @@ from backpack.engine.nodes.functions import (
     SELECTING,
     is_fill,
 )
+from backpack.engine.samples.evidence import Evidence, nowhere
 from backpack.engine.samples.masks import Masks
 from backpack.engine.samples.other_numbers import (
     EXTREMES,
@@ -285,44 +284,26 @@ class Trial:
         single = len(entering) < 2
         # whether two numbers agree may seem to be up to one of them, half of the time
         least = [1 if single else 3 + 12 // n + 16 // (1 + x.numel()) for x in outs]
-        times, ones, zeros = ([_nowhere(x).long() for x in outs] for _ in range(3))
+        seen = [Evidence(x, n, times) for x, times in zip(outs, least)]
         reason: Exception | None = None
+        complete = False
         for number in range(DRAWS):
             try:
-                one, zero = (self._draw(2 * number + k, integers) for k in (0, 1))
-                p, q = (self._perform(list(map(copied, x))) for x in (one, zero))
-                if [x.shape for x in (*p, *q)] != [x.shape for x in (*outs, *outs)]:
+                if not self._draw_twice(number, integers, seen):
                     why = "its shape depends on samples"
                     if single:
                         raise ValueError(why)
                     return [Mixed(f"{what} ({why})", False)] * len(outs), False
-                differ = list(map(_differs, p, q))
-                some = any(bool(x.any()) for x in differ)
-                for bit in bits(n) if some else ():
-                    mixture = self._perform(self._mixture(bit, one, zero))
-                    for j, x in enumerate(mixture):
-                        ones[j] |= _differs(x, q[j]).long() << bit
-                        zeros[j] |= _differs(x, p[j]).long() << bit
-                times = [x + y for x, y in zip(times, differ)]
             except Exception as error:  # not what the operation takes
                 reason = error
-            met = [bool((x & y).any()) for x, y in zip(ones, zeros)]
             waits = number < CONSTANT_AFTER
-            undone = [
-                not m and not self._is_enough(x, one, k, waits)
-                for m, x, one, k in zip(met, times, ones, least)
-            ]
-            if True not in undone:
+            complete = all([x.has_met or x.is_enough(waits) for x in seen])
+            if complete:
                 break
         found: list[Placement] = []
-        for j, out in enumerate(outs):
-            certain, own = times[j] >= least[j], ones[j]
-            placement: Placement = simplify(own.where(certain, -1), n, True)
-            if placement is not None and not bool(certain.all()):
-                numbers = sample_numbers(placement, out.shape, n, out.device)
-                few = not single and len(own[certain].unique()) == 1
-                met[j] |= few or conflict(numbers, own.where(times[j] > 0, -1))
-            if met[j] or bool((own[certain] >= n).any()):
+        for x, out in zip(seen, outs):
+            placement = x.placement(single)
+            if x.has_met:
                 placement = Mixed(what)
             elif reason and placement is None and len(entering) == 1:
                 # as a size that is read from a sample: all that comes out is of it
@@ -330,16 +311,28 @@ class Trial:
             elif reason and placement is None:
                 placement = Mixed(f"{what} ({str(reason)[:100]})", False)
             found.append(placement)
-        return found, True not in undone
+        return found, complete
 
-    def _is_enough(self, times: Tensor, own: Tensor, least: int, waits: bool) -> bool:
-        """Tell whether enough entries have changed, often enough."""
-        certain = times >= least
-        if bool((certain | (times < 1 - int(waits))).all()):
-            return True
-        if int(certain.sum()) < times.numel() / 2:
+    def _draw_twice(
+        self, number: int, integers: bool, seen: Sequence[Evidence]
+    ) -> bool:
+        """Draw numbers twice, and note what mixtures show.
+
+        Returns:
+            Whether the results had the shapes that they have.
+        """
+        one, zero = (self._draw(2 * number + k, integers) for k in (0, 1))
+        p, q = (self._perform(list(map(copied, x))) for x in (one, zero))
+        if [x.shape for x in (*p, *q)] != [x.shape for x in (*self._outs, *self._outs)]:
             return False
-        return type(simplify(own.where(certain, -1), self._n, True)) is Layout
+        differ = list(map(_differs, p, q))
+        for bit in bits(self._n) if any([bool(x.any()) for x in differ]) else ():
+            mixture = self._perform(self._mixture(bit, one, zero))
+            for j, x in enumerate(mixture):
+                seen[j].note(bit, _differs(x, q[j]), _differs(x, p[j]))
+        for evidence, where in zip(seen, differ):
+            evidence.times += where
+        return True
 
     def _may_be_left_out(self, found: list[Placement]) -> bool:
         """Tell whether no NaN has shown, although results may hold samples."""
@@ -484,7 +477,7 @@ class Trial:
 
         def changed(select: Callable, some: Sequence[Any]) -> list[Tensor]:
             """Tell which entries of each result a mark changes."""
-            found = list(map(_nowhere, outs))
+            found = list(map(nowhere, outs))
             for mark in some:
                 for j, x in enumerate(self._run(select, mark)):
                     shown = by_nan and mark is nan
@@ -492,8 +485,8 @@ class Trial:
                         found[j] |= x.isnan() if shown else _differs(x, plain[j])
             return found
 
-        got = [_nowhere(out).long() for out in outs]
-        unseen, shown = list(map(_nowhere, outs)), list(map(_nowhere, outs))
+        got = [nowhere(out).long() for out in outs]
+        unseen, shown = list(map(nowhere, outs)), list(map(nowhere, outs))
         mixed, hides = [False] * len(outs), False
         for bit in bits(n):
             halves = [partial(has_bit, bit=bit, value=value) for value in (1, 0)]
@@ -541,11 +534,7 @@ class _WithoutCudnn:
 
 
 def _is_whole(x: Tensor) -> Tensor:
-    return x == x.round() if x.is_floating_point() else _nowhere(x)
-
-
-def _nowhere(x: Tensor) -> Tensor:
-    return torch.zeros(x.shape, dtype=torch.bool, device=x.device)
+    return x == x.round() if x.is_floating_point() else nowhere(x)
 
 
 def _dense(x: Tensor) -> Tensor:

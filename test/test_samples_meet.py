@@ -527,6 +527,11 @@ COUPLING_LOSSES = {
         nn.MultiMarginLoss,
         r"multi_?margin_?loss",
     ),
+    "samples-as-targets": (
+        lambda f, loss: loss(f[:2, :2], f[:2, :2].sigmoid().T),
+        nn.MultiLabelSoftMarginLoss,
+        r"MultiLabelSoftMarginLoss|multilabel_soft_margin_loss|mul|mean",
+    ),
     "samples-as-labels": (
         lambda f, loss: loss(f[:, 0], (1 - torch.arange(len(f))).clamp(min=-1)),
         nn.MultiLabelMarginLoss,
@@ -686,6 +691,7 @@ def test_parameters_where_samples_are_added_up(name: str, quantity: str) -> None
     assert_refused(row, quantity)
 
 
+SQUARE = torch.ones(2, 2, dtype=F64)
 BY_HAND: Dict[str, Tuple[Callable[[Tensor], Tensor], str]] = {
     "hinges": (lambda f: (f[:, None] - f + 100).relu().mean(), r"sub|relu"),
     "neighbours": (lambda f: F.mse_loss(f[1:], f[:-1]), r"mse_?loss"),
@@ -724,6 +730,14 @@ BY_HAND: Dict[str, Tuple[Callable[[Tensor], Tensor], str]] = {
     "samples-as-scores": (
         lambda f: F.multi_margin_loss(f.T, pointing(f), p=2),
         r"multi_margin_loss",
+    ),
+    "samples-as-targets": (
+        lambda f: F.multilabel_soft_margin_loss(f[:2, :2], f[:2, :2].sigmoid().T),
+        r"multilabel_soft_margin_loss|mul|mean",
+    ),
+    "samples-as-weights": (
+        lambda f: F.multilabel_soft_margin_loss(f[:2, :2], SQUARE, f[:2, :2].exp().T),
+        r"multilabel_soft_margin_loss|mul|mean",
     ),
     "samples-as-labels": (
         lambda f: F.multilabel_margin_loss(

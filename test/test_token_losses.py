@@ -860,6 +860,15 @@ LEARNED: Dict[str, Tuple[Callable, Callable]] = {
         lambda s, f: ((-s).exp() * torch.stack(both(f)) + s).sum(),
         lambda s, f: sum((-c).exp() * x for c, x in zip(s, shares(f))),
     ),
+    "as-it-is": (  # the very same tensor
+        lambda s, f: s[0] * both(f)[0].to(f).double().contiguous().real
+        + s[1] * both(f)[1].type_as(f).squeeze(),
+        lambda s, f: s[0] * shares(f)[0] + s[1] * shares(f)[1],
+    ),
+    "vector-as-it-is": (
+        lambda s, f: (s * torch.stack(both(f)).flatten().ravel().expand(3, 2)).sum(),
+        lambda s, f: 3 * sum(c * x for c, x in zip(s, shares(f))),
+    ),
     "vector-entries": (
         lambda s, f: (lambda x: s[0] * x[1] + x[0] / s[1])(torch.stack(both(f))),
         lambda s, f: s[0] * shares(f)[1] + shares(f)[0] / s[1],

@@ -42,8 +42,9 @@ _SUMS = frozenset(
 
 # Those of them in which operands are compared, or the entries of an axis
 _COMPARING = frozenset(
-    "multi_margin_loss multilabel_margin_loss cosine_embedding_loss "
-    "margin_ranking_loss triplet_margin_loss ctc_loss dot vdot inner".split()
+    "multi_margin_loss multilabel_margin_loss multilabel_soft_margin_loss "
+    "cosine_embedding_loss margin_ranking_loss triplet_margin_loss ctc_loss "
+    "dot vdot inner".split()
 )
 
 

@@ -84,7 +84,9 @@ POINTWISE = COMBINING | frozenset(
     "softsign tanhshrink hardshrink softshrink threshold silu_ tanh_ sigmoid_ "
     "dropout_ alpha_dropout apply_ map_ _standard_gamma poisson bernoulli bernoulli_ "
     "binomial normal sgn sinh cosh tan atan asin "
-    "acos erfc exp2 log2 log10 logit "
+    "acos erfc exp2 log2 log10 logit acosh asinh atanh sinc erfinv lgamma digamma "
+    # tried again on what they have written, these would take hours
+    "polygamma polygamma_ special_polygamma special_zeta "
     "nan_to_num nan_to_num_ fused_moving_avg_obs_fake_quant "
     "fake_quantize_per_tensor_affine _fake_quantize_learnable_per_tensor_affine".split()
 )

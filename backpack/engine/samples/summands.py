@@ -29,7 +29,8 @@ _SUMS = frozenset("add sub __add__ __radd__ __sub__ __rsub__".split())
 # These are linear in all tensors together
 _LINEAR = _SUMS | frozenset(
     "neg __neg__ sum mean __getitem__ stack cat concat concatenate hstack vstack "
-    "squeeze unsqueeze view reshape flatten detach clone to float double".split()
+    "squeeze unsqueeze view reshape flatten ravel expand contiguous detach clone to "
+    "float double".split()
 )
 # Products of two vectors, if these have no other axis
 _DOTS = frozenset("dot inner matmul __matmul__".split())
@@ -93,6 +94,10 @@ class Summands:
         """
         met = self._finder.of(done.outs[0])
         if not isinstance(met, Mixed) or not met.is_known or met.is_of_inputs:
+            return
+        if any(
+            x is done.outs[0] for x in done.data
+        ):  # which is known, as is `x.to(...)`
             return
         fits = done.name in ("sum", "mean") or kind_of(done.func).has_terms
         rest = False

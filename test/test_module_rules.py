@@ -2503,23 +2503,61 @@ def test_mode_of_each_call():
     assert_agrees(*fields)
 
 
+class OfClasses(Module):
+    """A loss without a rule, with a constant ``[3, 3]``."""
+
+    def __init__(self):
+        """Create the constant."""
+        super().__init__()
+        self.register_buffer("constant", torch.eye(3) + 0.1)
+
+    def forward(self, f: Tensor, y: Tensor) -> Tensor:
+        """Compare predictions ``[N, 3]`` with classes ``[N]``."""
+        return F.cross_entropy(F.linear(f, self.constant), y)
+
+
+MATRIX = torch.eye(4) + 0.1
+
+
+class Constant(Module):
+    """A module without a parameter, which multiplies with a constant."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Multiply ``[N, 4]`` with a matrix."""
+        return torch.tanh(x @ MATRIX)
+
+
+# What is called under autocast, for each quantity
+CALLED: Dict[str, Callable[[Callable], Tuple[List[Module], Module]]] = {
+    "layers": lambda ext: (
+        [
+            *(nn.Conv1d(2, 4, 2), nn.BatchNorm1d(4).eval(), nn.Tanh(), nn.Flatten()),
+            *(nn.Linear(8, 4), nn.Tanh(), nn.LayerNorm(4), nn.Softmax(1), nn.GELU()),
+            *([Mixed(), Scaled()] if ext is not PCHMP else []),
+            nn.Linear(4, 3),
+        ],
+        nn.CrossEntropyLoss(),
+    ),
+    "constants": lambda ext: (
+        [nn.Flatten(), nn.Linear(6, 4), Constant(), nn.Linear(4, 3)],
+        OfClasses(),
+    ),
+}
+
+
 @pytest.mark.parametrize("inside", [False, True], ids=["backward-after", "inside"])
+@pytest.mark.parametrize("name", CALLED)
 @EACH
-def test_autocast(ext: Callable, inside: bool):
+def test_autocast(ext: Callable, name: str, inside: bool):
     """Under autocast, results have the parameters' type, and are as good as it is."""
     torch.manual_seed(0)
-    layers = [
-        *(nn.Conv1d(2, 4, 2), nn.BatchNorm1d(4).eval(), nn.Tanh(), nn.Flatten()),
-        *(nn.Linear(8, 4), nn.Tanh(), nn.LayerNorm(4), nn.Softmax(1), nn.GELU()),
-        *([Mixed(), Scaled()] if ext is not PCHMP else []),
-        nn.Linear(4, 3),
-    ]
+    layers, loss = CALLED[name](ext)
     exact = randomize(Sequential(*layers))
     model = deepcopy(exact)
     X, y = torch.randn(5, 2, 3), torch.randint(3, (5,))
-    run(Problem(exact, nn.CrossEntropyLoss(), (X,), (y,)), ext())
+    run(Problem(exact, deepcopy(loss), (X,), (y,)), ext())
     extend(model)
-    loss = extend(nn.CrossEntropyLoss())
+    loss = extend(loss)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         value = loss(model(X), y)
         with backpack(ext()) if inside else nullcontext():

@@ -177,7 +177,12 @@ class OnceLoss(Module):
         return Once.apply(f - y).mean()
 
 
+CONSTANT = torch.eye(3)  # of single precision, and no module's
 CASTS: Dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "product-with-a-constant": lambda f, y: F.cross_entropy(f.float() @ CONSTANT, y),
+    "map-by-a-constant": lambda f, y: F.cross_entropy(
+        F.linear(f.float(), CONSTANT).add_(CONSTANT[0, 1]), y
+    ),
     "float": lambda f, y: F.cross_entropy(f.float(), y),
     "half-and-back": lambda f, y: F.cross_entropy(f.bfloat16().float(), y),
     "to": lambda f, y: F.cross_entropy(f.to(torch.float32), y),

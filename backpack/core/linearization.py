@@ -83,9 +83,11 @@ def freeze_at(
         own = [p for p in (*module.parameters(), *inputs) if isinstance(p, Parameter)]
         floats = [x for x in own or inputs if isinstance(x, Tensor)]
         types = [x.dtype for x in floats if x.is_floating_point()]
+        if precision is not None and not own:  # what else it has was not cast, either
+            types.append(torch.float32)
         widest = reduce(torch.promote_types, types) if types else output.dtype
         values.update((name, as_type(x, widest)) for name, x in halves.items())
-    values.update({_FROZEN: True, stored.OUTPUT_TYPE: kind})
+    values.update({_FROZEN: True, stored.OUTPUT_TYPE: kind, stored.AUTOCAST: None})
     return stored.scratch_copy(module, **values)
 
 

@@ -30,6 +30,7 @@ from backpack.utils.types import (
     Randomness,
     full_precision,
     kind,
+    tensors_in,
 )
 from backpack.utils.unsqueeze import flatten, unit_columns
 
@@ -80,7 +81,7 @@ NOT_ITS_SLOPE = (
 
 
 class _InDouble(TorchFunctionMode):
-    """Lets a loss that casts its prediction to a coarser type go on in float64."""
+    """Lets a loss go on in float64 that casts to a coarser type, or has constants."""
 
     def __torch_function__(
         self, func: Callable, types: Any, args: tuple = (), kwargs: Any = None
@@ -88,7 +89,16 @@ class _InDouble(TorchFunctionMode):
         """Run an operation with finer types for coarser ones."""
         func = _CASTS.get(func, func)
         finer = partial(tree_map_only, torch.dtype, lambda x: _FINER.get(x, x))
-        return func(*finer(args), **finer(kwargs or {}))
+        args, kwargs = finer(args), finer(kwargs or {})
+        found = [x.dtype for x in tensors_in((args, kwargs))]
+        mixed = torch.float64 in found and not _FINER.keys().isdisjoint(found)
+        if mixed and func is not grad:  # which looks for its inputs in the graph
+            # products take operands of one type
+            same, written = partial(tree_map_only, Tensor, _to_double), ()
+            if getattr(func, "__name__", "").endswith("_"):
+                written, args = args[:1], args[1:]
+            args, kwargs = (*written, *same(args)), same(kwargs)
+        return func(*args, **kwargs)
 
 
 _FINER: Dict[Any, torch.dtype] = {

@@ -47,6 +47,8 @@ SLOPE = "_backpack_slope"
 """Attribute of losses in their turn, which returns the gradient at the prediction."""
 STORED = "_backpack_stored"
 """Attribute of modules that says what else is stored for a turn."""
+AUTOCAST = "_backpack_autocast"
+"""Attribute of modules called under autocast, with the type it ran operations in."""
 _CONTAINERS = (list, dict, set, deque, OrderedDict)
 _INTERNAL = frozenset(vars(Module()))
 OVERWRITTEN = "_backpack_overwritten"
@@ -364,10 +366,18 @@ def repeat(
     """
     args, kwargs = by_name(module, inputs)
     scratch = scratch_copy(module) if scratch is None else scratch
-    if own:
-        run = partial(functional_call, scratch, own, args, kwargs)
-    else:
-        run = partial(scratch.forward, *args, **kwargs)
+    precision = vars(module).get(AUTOCAST) if is_checked else None
+
+    def run() -> Any:
+        """Run the forward pass, of a type of operations as it was."""
+        kinds: Any = nullcontext()
+        if precision is not None:
+            kinds = torch.autocast(module.output.device.type, precision)
+        with kinds:
+            if own:
+                return functional_call(scratch, own, args, kwargs)
+            return scratch.forward(*args, **kwargs)
+
     if is_traced() or not is_checked:
         unnoticed: Any = nullcontext() if is_traced() else drawn_elsewhere()
         with state().default_device(), _Repeating(), unnoticed:

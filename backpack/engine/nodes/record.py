@@ -22,7 +22,13 @@ from torch.nn import Module
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils._pytree import tree_map_only
 
-from backpack.core.derivatives.stored import NAMED, OVERWRITTEN, STORED, shallow_copy
+from backpack.core.derivatives.stored import (
+    AUTOCAST,
+    NAMED,
+    OVERWRITTEN,
+    STORED,
+    shallow_copy,
+)
 from backpack.engine.nodes.constants import edge_of
 from backpack.engine.nodes.graph import GIVEN, calls_at, is_leaf, parents
 from backpack.engine.nodes.uses import MODIFIED, Use
@@ -293,9 +299,9 @@ class Call:
                     stored.displaced[name] = attributes[name]
                     new[name] = value
             overwritten = self.is_loss and not self.is_output_unchanged
-            for name, value in ((NAMED, self.named), (OVERWRITTEN, overwritten)):
-                if value:
-                    new[name] = value
+            of_call = {NAMED: self.named, OVERWRITTEN: overwritten}
+            of_call[AUTOCAST] = self.precision
+            new.update((name, value) for name, value in of_call.items() if value)
             attributes.update(new)
             attributes[STORED] = self.stored = stored
 

@@ -1688,6 +1688,67 @@ def test_broadcast_with_positive_curvature(name):
         assert_agrees(values[key](vectors), products(matrix)(vectors), key)
 
 
+# Operations that are linear in a parameter, which no module has
+LINEAR = {
+    "sum": (lambda h, w: h + w, (3,)),
+    "product": (lambda h, w: h * w, (3,)),
+    "matmul": (lambda h, w: h @ w, (3, 3)),
+    "linear": (F.linear, (3, 3)),
+    "einsum": (lambda h, w: torch.einsum("ni,ij->nj", h, w), (3, 3)),
+    "conv1d": (lambda h, w: F.conv1d(h[:, None], w, padding=1)[:, 0], (1, 1, 3)),
+    "layer_norm": (lambda h, w: F.layer_norm(h, (3,), w), (3,)),
+}
+
+
+@pytest.mark.parametrize("name", LINEAR)
+def test_positive_curvature_of_linear_operations(name):
+    """Parameters of operations add nothing to the curvature, as those of layers."""
+    function, shape = LINEAR[name]
+    torch.manual_seed(0)
+    model = Between(function, shape).double()
+    x, y = torch.randn(N, 4).double(), torch.randn(N, 3).double()
+    expected = 0
+    for n in range(len(x)):
+        z = function(model.before(x[n : n + 1]), model.w)
+        J, leaf = jacobian(z, [model.w])[0].flatten(1), z.detach()
+        after = partial(torch.autograd.functional.jacobian, model.after)
+        delta = (
+            2 * (model.after(leaf) - y[n : n + 1]) / y.numel() @ model.after[1].weight
+        )
+        bend = torch.func.grad(
+            lambda t: torch.func.grad(lambda s: s.tanh().sum())(t).sum()
+        )
+        matrix = (delta * bend(leaf)).clamp(min=0)[0].diag()
+        A = after(leaf).reshape(3, 3)
+        expected = expected + J.T @ (matrix + A.T @ A * 2 / y.numel()) @ J
+    values, _ = run(convert(model), x, y, PCHMP(modify="clip"))
+    vectors = torch.randn(2, *shape, dtype=x.dtype)
+    assert_agrees(values["w"](vectors), products(expected)(vectors))
+
+
+@pytest.mark.parametrize(
+    "function", [lambda h, w: h * w.exp(), lambda h, w: h**2 * w**2]
+)
+def test_positive_curvature_of_nonlinear_operations(function):
+    """It is not defined for parameters that bend an operation."""
+    model = Between(function, (3,)).double()
+    x, y = torch.randn(N, 4).double(), torch.randn(N, 3).double()
+    with pytest.raises(NotImplementedError, match="not known to be linear"):
+        run(convert(model), x, y, PCHMP())
+
+
+class Between(nn.Module):
+    """An operation with a parameter between two layers."""
+
+    def __init__(self, function, shape):
+        super().__init__()
+        self.before, self.w = nn.Linear(4, 3), nn.Parameter(torch.randn(shape))
+        self.after, self.function = nn.Sequential(nn.Tanh(), nn.Linear(3, 3)), function
+
+    def forward(self, x):
+        return self.after(self.function(self.before(x), self.w))
+
+
 def used_twice(w, b):
     w = w.exp()
     return b * w + w

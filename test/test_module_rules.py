@@ -2533,8 +2533,7 @@ CALLED: Dict[str, Callable[[Callable], Tuple[List[Module], Module]]] = {
         [
             *(nn.Conv1d(2, 4, 2), nn.BatchNorm1d(4).eval(), nn.Tanh(), nn.Flatten()),
             *(nn.Linear(8, 4), nn.Tanh(), nn.LayerNorm(4), nn.Softmax(1), nn.GELU()),
-            *([Mixed(), Scaled()] if ext is not PCHMP else []),
-            nn.Linear(4, 3),
+            *(Mixed(), Scaled(), nn.Linear(4, 3)),
         ],
         nn.CrossEntropyLoss(),
     ),

@@ -13,6 +13,7 @@ from typing import Any, Callable, Iterable, Sequence, TypeVar
 
 import torch
 from torch import Tensor
+from torch.autograd import grad
 from torch.nn import Module, Parameter
 
 from backpack.core.derivatives import generic, stored
@@ -430,6 +431,23 @@ class ParameterLinearization:
             return self.derivatives.param_mjp(*args)
         param, y = stored.evaluate_parameter(self.module, self.name)
         return pull_columns(y, param, columns)[0]
+
+    @_naming
+    def bends(self) -> bool:
+        """Tell whether the module is non-linear in the parameter.
+
+        Returns:
+            Whether the gradient may depend on the parameter: autograd has a derivative
+            for it, which may be zero, or does not know what a function does.
+        """
+        param, y = stored.evaluate_parameter(self.module, self.name)
+        if stored.has_own_functions(y):
+            return True
+        (gradient,) = _gradients(y, [param], self.g_out[0])
+        if not gradient.requires_grad:
+            return False
+        ones = torch.ones_like(gradient)
+        return grad(gradient, param, ones, allow_unused=True)[0] is not None
 
     @_naming
     def residual(self, columns: Tensor) -> Tensor:

@@ -9,13 +9,18 @@ from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple, Union
 import torch
 from torch import Tensor
 from torch.autograd import grad
-from torch.autograd.function import BackwardCFunction
 from torch.nn import Module, MultiLabelMarginLoss, MultiMarginLoss
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
 from backpack.core.derivatives.loss_base import BaseLossDerivatives, loss_inputs
-from backpack.core.derivatives.stored import as_leaf, check_slope, repeat, scratch_copy
+from backpack.core.derivatives.stored import (
+    as_leaf,
+    check_slope,
+    has_own_functions,
+    repeat,
+    scratch_copy,
+)
 from backpack.core.layout import bits, has_bit
 from backpack.hessianfree.lop import pull_back, pull_columns
 from backpack.utils.errors import warn_user
@@ -227,7 +232,7 @@ class GenericLossDerivatives(BaseLossDerivatives):
                 columns = pull_columns(gradient, prediction, mat, create_graph)[0]
             return columns.to(mat.dtype)
 
-        if may_look(loss) and _has_own_functions(loss):
+        if may_look(loss) and has_own_functions(loss):
 
             def gradient_at(x: Tensor) -> Tensor:
                 return differentiate(x.requires_grad_())[1].detach()
@@ -439,19 +444,6 @@ def _check_differentiable(module: Layer, gradient: Tensor, cotangent: Tensor) ->
     ) != (None,)
     if not connected:
         raise NotImplementedError(message(NOT_TWICE, module=module))
-
-
-def _has_own_functions(loss: Tensor) -> bool:
-    """Tell whether a function with a backward of its own has a part in a loss."""
-    queue, seen = [loss.grad_fn], set()
-    while queue:
-        node = queue.pop()
-        if node is not None and node not in seen:
-            if isinstance(node, BackwardCFunction):
-                return True
-            seen.add(node)
-            queue += [parent for parent, _ in node.next_functions]
-    return False
 
 
 def _check_slope(

@@ -11,6 +11,7 @@ from typing import Any, Callable, Dict, List, Optional, Sequence, Set, Tuple
 import torch
 import torch.nn.functional as F
 from torch import Generator, Tensor, enable_grad, float64
+from torch.autograd.function import BackwardCFunction
 from torch.func import functional_call
 from torch.nn import Module, Parameter
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -538,6 +539,27 @@ def evaluate_parameter(
         if given._backward_hooks:
             raise RuntimeError(message(HOOKED, module=module, name=name))
         return given, repeat(module, inputs)
+
+
+def has_own_functions(y: Tensor) -> bool:
+    """Tell whether a function with a backward of its own has a part in a tensor.
+
+    Args:
+        y: The tensor.
+
+    Returns:
+        Whether there is one in its graph.
+    """
+    queue: List[Any] = [y.grad_fn]
+    seen: Set[Any] = set()
+    while queue:
+        node = queue.pop()
+        if node is not None and node not in seen:
+            if isinstance(node, BackwardCFunction):
+                return True
+            seen.add(node)
+            queue += [parent for parent, _ in node.next_functions]
+    return False
 
 
 def _leads_to(y: Tensor, leaf: Tensor) -> bool:

@@ -96,6 +96,8 @@ class CurvatureProductRule(ModuleRule):
         snapshot, ext_name = Snapshot(frozen, not linear.is_affine), type(ext).__name__
         residual = linear.has_residual and Curvature.require_residual(ext.curv_type)
         if residual and Curvature.is_pch(ext.curv_type):
+            residual = linear.bends()
+        if residual and Curvature.is_pch(ext.curv_type):
             text = message(PARAMETER_RESIDUAL, ext=ext, module=module, name=name)
             raise NotImplementedError(text)
 

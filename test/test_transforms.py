@@ -202,6 +202,22 @@ OTHERS: Dict[str, Row] = {
     "gradients-in-a-loop": of_network(
         lambda m, x: torch.stack([grad(number(m))(z) for z in x])
     ),
+    "derivative-of-an-expanded-tensor": of_params(
+        lambda m, x: grad(lambda z: (z.sin() * z).sum())(
+            (x * m.v).expand(2, *x.shape)
+        ).prod(0)
+        * m.w,
+        w=(D,),
+        v=(D,),
+    ),
+    "pulled-back-to-repeated-rows": of_params(
+        lambda m, x: vjp(torch.sin, (x * m.v)[:, None].expand(-1, 2, -1))[1](
+            torch.ones(len(x), 2, D).to(x)
+        )[0].sum(1)
+        * m.w,
+        w=(D,),
+        v=(D,),
+    ),
     "along-another-axis": Row(
         lambda: Lambda(lambda m, x: vmap(m.f, 1, 1)(x), f=mlp(3)), randn(2, D)
     ),

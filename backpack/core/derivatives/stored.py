@@ -3,7 +3,6 @@
 from collections import OrderedDict, deque
 from contextlib import nullcontext
 from copy import copy
-from functools import partial
 from math import nan
 from operator import attrgetter
 from typing import Any, Callable, Dict, List, Optional, Sequence, Set, Tuple

@@ -367,7 +367,7 @@ def kind_of(func: Any) -> Kind:
     quiet = quiet or name in ("__set__", "__delete__", "backward")
     quiet = quiet or func is torch.autograd.grad  # asks for these very tensors
     writes = (
-        (name.endswith("_") and not name.endswith("__"))
+        (name.endswith("_") and not name.endswith("__") and name != "requires_grad_")
         or name == "__setitem__"
         or (name.startswith("__i") and name not in ("__invert__", "__index__"))
     )

@@ -374,7 +374,7 @@ def some_samples(
             return None, None
         if len(samples) == 1 and dim:
             return samples, FIRST
-        numbers = torch.searchsorted(samples, placement)
+        numbers = torch.searchsorted(samples, placement.contiguous())
         whole = numbers.view([1] * (dim - numbers.dim()) + [*numbers.shape])
         return samples, simplify(whole, len(samples))
 

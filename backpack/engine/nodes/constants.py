@@ -396,7 +396,7 @@ def in_written(
     """
     if some is None or not isinstance(placement, Tensor):
         return placement
-    return simplify(torch.searchsorted(some, placement), n)
+    return simplify(torch.searchsorted(some, placement.contiguous()), n)
 
 
 def _piece(

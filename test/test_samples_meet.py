@@ -691,7 +691,7 @@ def test_parameters_where_samples_are_added_up(name: str, quantity: str) -> None
     assert_refused(row, quantity)
 
 
-SQUARE = torch.ones(2, 2, dtype=F64)
+ONES = torch.ones(2, 2, dtype=F64)
 BY_HAND: Dict[str, Tuple[Callable[[Tensor], Tensor], str]] = {
     "hinges": (lambda f: (f[:, None] - f + 100).relu().mean(), r"sub|relu"),
     "neighbours": (lambda f: F.mse_loss(f[1:], f[:-1]), r"mse_?loss"),
@@ -736,7 +736,7 @@ BY_HAND: Dict[str, Tuple[Callable[[Tensor], Tensor], str]] = {
         r"multilabel_soft_margin_loss|mul|mean",
     ),
     "samples-as-weights": (
-        lambda f: F.multilabel_soft_margin_loss(f[:2, :2], SQUARE, f[:2, :2].exp().T),
+        lambda f: F.multilabel_soft_margin_loss(f[:2, :2], ONES, f[:2, :2].exp().T),
         r"multilabel_soft_margin_loss|mul|mean",
     ),
     "samples-as-labels": (

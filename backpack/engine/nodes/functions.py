@@ -12,6 +12,7 @@ from torch.nn import Parameter, functional
 from torch.utils._pytree import tree_leaves
 
 from backpack.core.table import LOSS_FUNCTIONS
+from backpack.utils.types import tensors_in
 
 # Methods and properties that return no tensor, or change nothing of one
 _QUIET = frozenset(
@@ -195,6 +196,25 @@ CELLS = frozenset("gru_cell lstm_cell rnn_tanh_cell rnn_relu_cell".split())
 BY_STRIDES = frozenset(
     "as_strided as_strided_ as_strided_copy as_strided_scatter set_".split()
 )
+
+
+def is_by_value(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Tell whether numbers may say where an operation puts entries.
+
+    Args:
+        name: Name of the operation.
+        args: Positional arguments.
+        kwargs: Keyword arguments.
+
+    Returns:
+        Whether it depends on more than shapes.
+    """
+    first = {"embedding_bag": 2, "repeat_interleave": 1}.get(name)
+    if first is not None:
+        return bool(tensors_in((args[first:], kwargs)))
+    if name in ("__getitem__", "__setitem__"):
+        return bool(tensors_in(args[1]))
+    return name in BY_VALUE or name in BY_STRIDES
 
 
 class Kind(NamedTuple):

@@ -36,12 +36,11 @@ from backpack.engine.nodes import functions
 from backpack.engine.nodes.functions import (
     ATTENTION,
     BY_MASKS,
-    BY_STRIDES,
-    BY_VALUE,
     MASKED,
     POINTWISE,
     PRODUCTS,
     SELECTING,
+    is_by_value,
 )
 from backpack.engine.samples.other_numbers import other_integers
 from backpack.engine.samples.picked import INDEXES
@@ -371,26 +370,8 @@ class Finder:
             placement = self.of(x)
             if isinstance(placement, Mixed):
                 return self._differentiable([placement] * len(outs), outs)
-        by_value = name in BY_VALUE or name in BY_STRIDES
-        if name in ("__getitem__", "__setitem__") and not tensors_in(args[1]):
-            by_value = False
-        first = {"embedding_bag": 2, "repeat_interleave": 1}.get(name)
-        if first is not None:
-            by_value = bool(tensors_in((args[first:], kwargs)))
-        by_value = by_value or self._depends_on_values(done)
-        with torch._C.DisableTorchFunction(), torch.no_grad():
-            try:
-                found, lasts = self._run(done)
-                inexact = [x for x in beside if is_inexact(x)]
-                if inexact and any(map(has_gaps, found)):
-                    with suppress(Exception):  # else, nothing more is known
-                        others, last = self._run(done._replace(data=inexact))
-                        found = self._filled(found, others, outs)
-                        lasts = lasts and last
-            except Exception as error:  # the operation's own call has passed
-                reason = str(error).split("\n")[0][:100]
-                found = [Mixed(f"`{name}` ({reason})", False)] * len(outs)
-                lasts = False
+        by_value = is_by_value(name, args, kwargs) or self._depends_on_values(done)
+        found, lasts = self._run_with(done, [x for x in beside if is_inexact(x)])
         certain = self.certain(done.data)
         if 0 < len(certain) < len(done.data) and self._differ(done, found, certain):
             if not any(x.requires_grad for x in done.data):  # what is given is given
@@ -401,6 +382,25 @@ class Finder:
         elif state().deciding is not None:
             state().deciding += [(name, x) for x in self._by_numbers(done, found)]
         return self._differentiable(found, outs)
+
+    def _run_with(
+        self, done: Performed, beside: list[Tensor]
+    ) -> tuple[list[Placement], bool]:
+        """Run an operation, and once more where operands that do not decide matter."""
+        with torch._C.DisableTorchFunction(), torch.no_grad():
+            try:
+                found, lasts = self._run(done)
+                if beside and any(map(has_gaps, found)):
+                    with suppress(Exception):  # else, nothing more is known
+                        others, last = self._run(done._replace(data=beside))
+                        found = self._filled(found, others, done.outs)
+                        lasts = lasts and last
+                return found, lasts
+            except Exception as error:  # the operation's own call has passed
+                reason = str(error).split("\n")[0][:100]
+                return [Mixed(f"`{done.name}` ({reason})", False)] * len(
+                    done.outs
+                ), False
 
     def _filled(
         self, found: list[Placement], others: list[Placement], outs: Sequence[Tensor]

@@ -206,37 +206,9 @@ class Trial:
         outs, lasts = self._outs, True
         found: list[Placement] = [None] * len(outs)
         asked, steps = [not is_inexact(x) for x in outs], [False] * len(outs)
-        if True in kinds and any(map(is_inexact, outs)):
-            lasts = self._name.rpartition("::")[2] not in FAULTING
-            try:
-                found, hides = self._probe(NOT_A_NUMBER if lasts else OTHER_NUMBERS)
-            except Exception:  # an algorithm that needs numbers
-                found, hides, lasts = self._probe(OTHER_NUMBERS)[0], False, False
-                # which change whole numbers by chance only
-                steps = [bool(_is_whole(x).all()) for x in map(dense, outs)]
-                asked = list(map(any, zip(asked, steps)))
-            mixed = lasts and any(isinstance(p, Mixed) for p in found)
-            wide = mixed or lasts and self.masks.is_of_few
-            list(self.masks.learned() if wide else ())
-            if wide and self.masks.found():  # by zeros, times which NaN is NaN
-                self.flat = self._with_ordinary_numbers()
-                found, hides, lasts = self._probe(UNLIKE)[0], False, False
-                pairs = zip(found, outs)
-                found = [unentered(x, self._n) if p is None else p for p, x in pairs]
-            elif mixed and any(bool((x != x).any()) for x in self._run()):
-                # outside of its domain: NaN shows nothing there
-                with self._drawing():
-                    self.flat = list(map(between, self.flat))
-                found, hides = self._probe(NOT_A_NUMBER)
-            silent = not hides and self._may_be_left_out(found)
-            # where there is a gradient, it was asked with other numbers as well
-            asks = silent and not any(x.requires_grad for x in outs)
-            if (hides or asks) and not self._is_random():
-                others = self._probe(EXTREMES)[0]
-                if hides or any(p is not None for p in others):
-                    found, lasts = others, False
-            # the next ones may be those that matter, like -1 and 1 as targets
-            lasts = lasts and (asks or not silent)
+        if True in kinds and False in asked:
+            found, lasts, steps = self._find_by_marks()
+            asked = list(map(any, zip(asked, steps)))
         if False in kinds and all(p is None for p in found):
             asked = [True] * len(outs)
         if True in asked:
@@ -247,6 +219,43 @@ class Trial:
                 found[j] = q if asked[j] and not lost else found[j]
             lasts = lasts and complete
         return found, lasts
+
+    def _find_by_marks(self) -> tuple[list[Placement], bool, list[bool]]:
+        """Find where samples are by NaN, or what an operation takes in its place.
+
+        Returns:
+            A placement for each result; whether they are the same for other numbers;
+            and which results are whole numbers that marks may change by chance only.
+        """
+        outs, steps = self._outs, [False] * len(self._outs)
+        lasts = self._name.rpartition("::")[2] not in FAULTING
+        try:
+            found, hides = self._probe(NOT_A_NUMBER if lasts else OTHER_NUMBERS)
+        except Exception:  # an algorithm that needs numbers
+            found, hides, lasts = self._probe(OTHER_NUMBERS)[0], False, False
+            steps = [bool(_is_whole(x).all()) for x in map(dense, outs)]
+        mixed = lasts and any(isinstance(p, Mixed) for p in found)
+        wide = mixed or lasts and self.masks.is_of_few
+        list(self.masks.learned() if wide else ())
+        if wide and self.masks.found():  # by zeros, times which NaN is NaN
+            self.flat = self._with_ordinary_numbers()
+            found, hides, lasts = self._probe(UNLIKE)[0], False, False
+            pairs = zip(found, outs)
+            found = [unentered(x, self._n) if p is None else p for p, x in pairs]
+        elif mixed and any(bool((x != x).any()) for x in self._run()):
+            # outside of its domain: NaN shows nothing there
+            with self._drawing():
+                self.flat = list(map(between, self.flat))
+            found, hides = self._probe(NOT_A_NUMBER)
+        silent = not hides and self._may_be_left_out(found)
+        # where there is a gradient, it was asked with other numbers as well
+        asks = silent and not any(x.requires_grad for x in outs)
+        if (hides or asks) and not self._is_random():
+            others = self._probe(EXTREMES)[0]
+            if hides or any(p is not None for p in others):
+                found, lasts = others, False
+        # the next ones may be those that matter, like -1 and 1 as targets
+        return found, lasts and (asks or not silent), steps
 
     def find_if_repeated(self) -> list[Placement]:
         """Find out the same for an operation that may depend on more than operands.

@@ -233,6 +233,7 @@ PROBLEMS = {
         lambda: torch.randn(N, 4, dtype=F64),
         nn.CrossEntropyLoss,
         lambda: torch.tensor([0, 2, 1, 1, 0, 2]),
+        refused=("PCHMP",),  # the module is not linear in its parameter
     ),
     # whose weights see different numbers of positions
     "stacked": Problem(

@@ -1778,6 +1778,31 @@ def test_classes_that_change_nothing(
             oracle.assert_agrees(factor, expected, "kflr")
 
 
+VIEWS: Dict[str, Callable[[Tensor], Tensor]] = {
+    "entry": lambda x: x[:, 0],
+    "piece": lambda x: x.chunk(2, 1)[1].squeeze(1),
+    "swapped": lambda x: x.mT[..., 1],
+    "flattened": lambda x: x.flatten(1)[:, 2:6],
+    "computed": lambda x: (2 * x).select(1, 1),
+}
+
+
+@pytest.mark.parametrize("name", VIEWS)
+def test_views_of_inputs_of_a_class(name: str) -> None:
+    """Classes may return views of what an input is an alias of."""
+    X = torch.randn(4, 2, 4, dtype=F64)
+    size = VIEWS[name](X).shape[1]
+    found = []
+    for x in (X, X.as_subclass(Noted), X.mT.contiguous().mT.as_subclass(Noted)):
+        torch.manual_seed(0)
+        model = extend(Lambda(lambda m, x: m.f(VIEWS[name](x)), f=nn.Linear(size, 3)))
+        with backpack(BatchGrad()):
+            model.to(F64)(x.clone() if x is X else x).square().sum().backward()
+        found.append(model.f.weight.grad_batch)
+    oracle.assert_agrees(found[1], found[0], "of a class")
+    oracle.assert_agrees(found[2], found[0], "in another order in memory")
+
+
 def hooked(m: Module, x: Tensor) -> Tensor:
     """Look at, and change, the gradient of a tensor of a class."""
     z = m.g(m.f(x).as_subclass(m.cls))

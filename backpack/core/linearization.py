@@ -437,7 +437,7 @@ class ParameterLinearization:
         """Tell whether the module is non-linear in the parameter.
 
         Returns:
-            Whether the gradient may depend on the parameter: autograd has a derivative
+            Whether the gradient may depend on the parameter. Autograd has a derivative
             for it, which may be zero, or does not know what a function does.
         """
         param, y = stored.evaluate_parameter(self.module, self.name)

@@ -22,7 +22,7 @@ from backpack.engine.nodes.graph import describe, is_leaf, name_of, parents
 from backpack.engine.nodes.met import refuse
 from backpack.engine.nodes.vjp import is_function, is_users
 from backpack.engine.samples.gaps import KNOWN, explain_place
-from backpack.engine.samples.placements import MARK, placement_of
+from backpack.engine.samples.marks import MARK, placement_of
 from backpack.engine.samples.probes import Known, Source
 from backpack.engine.samples.repeated import (
     RAN,

@@ -42,12 +42,7 @@ from backpack.engine.nodes.graph import VIEW, is_leaf, note_tangent, on_one_node
 from backpack.engine.nodes.record import Call, CallRef
 from backpack.engine.nodes.uses import Entry, entries_at, is_whole, listen
 from backpack.engine.samples.gaps import note_constants
-from backpack.engine.samples.placements import (
-    mark_of,
-    may_be_shared,
-    place,
-    placement_of,
-)
+from backpack.engine.samples.marks import mark_of, may_be_shared, place, placement_of
 from backpack.utils.compiling import (
     answered,
     is_compiled,

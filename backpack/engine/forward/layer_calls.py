@@ -36,7 +36,7 @@ from backpack.engine.samples.gaps import (
     is_constant,
     note_constants,
 )
-from backpack.engine.samples.placements import Pass, place
+from backpack.engine.samples.marks import Pass, place
 from backpack.engine.samples.probes import Known
 from backpack.utils.hooks import EXTENDED, modules_in, parameters_of
 from backpack.utils.module_classification import is_loss

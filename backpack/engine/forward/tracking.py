@@ -8,7 +8,6 @@ each such constant, and where its output sits in the graph is remembered.
 
 from __future__ import annotations
 
-import weakref
 from functools import partial
 from typing import Any, Callable, Sequence
 
@@ -58,17 +57,17 @@ from backpack.engine.samples.gaps import (
     note_constants,
     note_functions,
 )
-from backpack.engine.samples.other_numbers import states_for
-from backpack.engine.samples.placements import (
+from backpack.engine.samples.marks import (
     FORGET,
     MARK,
-    Finder,
     Mark,
     Pass,
     in_key,
     mark_of,
     may_be_shared,
 )
+from backpack.engine.samples.other_numbers import states_for
+from backpack.engine.samples.placements import Finder
 from backpack.engine.samples.probes import Known
 from backpack.engine.samples.summands import Summands
 from backpack.engine.samples.trials import Operands, Performed
@@ -127,7 +126,7 @@ class Tracker(LowMode):
         self._given: set[int] | None = None  # computed tensors that are parameters
         self._marks: dict[int, Mark] = {}
         for i, (x, placement) in enumerate(inputs):
-            self.key.inputs.setdefault(id(x), (weakref.ref(x), placement, i > 0))
+            self.key.enter(x, placement, i > 0)
             if isinstance(x, Parameter):  # of which the graph knows nothing else
                 self.place(x, placement)
 

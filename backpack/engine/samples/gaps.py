@@ -22,7 +22,7 @@ from backpack.engine.nodes.constants import CONSTANT, Constant, edge_of
 from backpack.engine.nodes.functions import BY_STRIDES
 from backpack.engine.nodes.uses import Use, is_noted
 from backpack.engine.nodes.vjp import is_function
-from backpack.engine.samples.placements import MARK, in_key, mark_of
+from backpack.engine.samples.marks import MARK, in_key, mark_of
 from backpack.engine.samples.probes import Known, Source, probe, takes_any
 from backpack.utils.hooks import without_hooks
 from backpack.utils.parallel import SINKS, communicates

@@ -6,6 +6,7 @@ that get a sequence in place of a batch, and layers that contradict each other.
 
 from contextlib import suppress
 from functools import partial
+from math import sin
 from typing import Any, Callable, Dict, Optional, Tuple, Type
 
 import pytest
@@ -71,6 +72,23 @@ class Centered(torch.autograd.Function):
         return g - g.mean(0)
 
 
+class ReadAsNumbers(torch.autograd.Function):
+    """The sine, by numbers of Python."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        """Compute it."""
+        ctx.save_for_backward(x)
+        rows = [[sin(number) for number in row] for row in x.tolist()]
+        return torch.tensor(rows).to(x)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        """Differentiate it."""
+        (x,) = ctx.saved_tensors
+        return g * x.cos()
+
+
 RULES: Dict[str, Callable[[Tensor], Tensor]] = {  # by which samples meet
     "centered": lambda g: g - g.mean(0),
     "normalized": lambda g: g / g.norm(),
@@ -113,6 +131,18 @@ COUPLINGS: Dict[str, Tuple[Callable, str]] = {  # of x [N, D], and what is named
             "the backward pass of `Backward`",
         )
         for name, rule in RULES.items()
+    },
+    **{  # where what another function makes of numbers is not seen
+        f"backward-{name}-{where}-numbers": (
+            lambda m, x, rule=RULES[name], first=first: (
+                ReadAsNumbers.apply(Backward.apply(rule, m.p, x))
+                if first
+                else Backward.apply(rule, m.p, ReadAsNumbers.apply(x))
+            ),
+            "the backward pass of `Backward`",
+        )
+        for name in ("normalized", "rolled", "permuted")
+        for where, first in {"before": True, "behind": False}.items()
     },
     "permutation": (lambda m, x: x + x[permutation(x)], r"add|getitem|index"),
     "roll": (lambda m, x: x + x.roll(1, 0), r"add|roll"),

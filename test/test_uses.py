@@ -1227,6 +1227,23 @@ class Both(Pair):
         return Pair.backward(ctx, g, h)
 
 
+class Picky(torch.autograd.Function):
+    """The sine; its derivative needs a gradient, which it does not ask for."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        """Compute it."""
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(x)
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        """Differentiate it."""
+        (x,) = ctx.saved_tensors
+        return g.mul(x.cos())
+
+
 class Rounded(torch.autograd.Function):
     """Numbers rounded to multiples of a step, whose size is learned."""
 
@@ -1274,6 +1291,9 @@ FUNCTIONS = {
     ),
     "with-a-parameter-and-its-expression": of_two(
         lambda m, x: sum(Pair.apply(x, m.v.diag() * m.w, m.v))
+    ),
+    "whose-other-results-matter": of_two(  # backward is not asked without gradients
+        lambda m, x: Double.apply(Picky.apply(x * m.v), m.v) @ m.w
     ),
     "in-a-chain": of_two(
         lambda m, x: Double.apply(Pair.apply(Double.apply(x, m.v), m.w, m.v)[1], m.v), 3

@@ -84,9 +84,11 @@ class OwnFunctions:
 
     def _apply(self, node: Any, *gradients: Any) -> Any:
         """Run the `backward` of a function."""
+        repeats = state().pulling and is_users(node)
+        if repeats and not any(isinstance(x, Tensor) for x in gradients):
+            return (None,) * len(node.needs_input_grad)  # a way that is not asked for
         outer = self._running
         self._running = name_of(node).strip("`"), _current_graph_task_id()
-        repeats = state().pulling and is_users(node)
         known = repeats and node in self._followed  # for each sample, it is the same
         once = once_more(node, gradients) if repeats else nullcontext(gradients)
         try:

@@ -81,8 +81,6 @@ _SHAPELESS = {UninitializedParameter, UninitializedBuffer}  # of lazy layers
 
 # other modes, such as a context's, would see each look at a tensor
 _UNSEEN = torch._C.DisableTorchFunction
-# operations with which the terms of a loss are added up
-_ADDS = frozenset("add sub rsub __radd__ __rsub__ add_ sub_ __iadd__ __isub__".split())
 VIEWS_OF = "_backpack_uses"  # attribute of a tensor of which uses returned a view
 
 
@@ -153,8 +151,10 @@ class Tracker(LowMode):
                 note_seen(args[0])
             if kind.name == "register_hook" and len(args) == 2:
                 args = args[0], guard(*args, self.find_placement(args[0]) is None)
-            elif kind.reads and in_function() and self._finder.of(args[0]) is not None:
-                self._finder.is_unsure = self._finder.has_read = True
+            elif kind.reads and in_function():
+                with _UNSEEN():
+                    if self.find_placement(args[0]) is not None:
+                        self._finder.note_unsure(reads=True)
             elif kind.name in ("backward", "grad") and self.context is not None:
                 if not is_of_inputs(kind.name, args, kwargs):
                     with self.context:
@@ -233,9 +233,10 @@ class Tracker(LowMode):
 
     def _is_known(self, x: Tensor, placement: Placement) -> bool:
         """Tell whether what was seen inside of a function holds for its result."""
-        unsure = self._finder.is_unsure
+        begun = x.grad_fn._sequence_nr()  # which numbers a function gets as it begins
+        unsure = begun < self._finder.unsure_until
         if isinstance(placement, Mixed) and MEETING not in x.grad_fn.metadata:
-            unsure = self._finder.has_read or not self._summands.has_parts(x)
+            unsure = begun < self._finder.read_until or not self._summands.has_parts(x)
         if unsure:
             vars(x).pop(MARK, None)  # inside, nothing had a gradient
             return False
@@ -318,7 +319,7 @@ class Tracker(LowMode):
         if kind.name in LIKE_ANOTHER and any([x is request.args[0] for x in data]):
             constants = []
         if constants and is_grad_enabled():
-            if not self._is_term(kind.name, data, constants):
+            if not self._summands.is_rest(kind.name, data, constants):
                 since = torch._C._autograd._get_sequence_nr()
                 request, constants, pairs = self._with_stand_ins(request, constants)
         func, _, args, kwargs, run = request
@@ -424,16 +425,6 @@ class Tracker(LowMode):
             pairs = zip(outs, placements)
             placements = [self._of_result(x, p, data) for x, p in pairs]
         return placements, shared
-
-    def _is_term(self, name: str, data: list[Tensor], constants: list[Tensor]) -> bool:
-        """Tell whether a number that no data enters is added to one of all samples.
-
-        It belongs to no sample, like a regularizer outside of the model.
-        """
-        if name not in _ADDS or all(map(self._summands.is_sum, data)):
-            return name in _ADDS
-        met = all(isinstance(self._finder.of(x), Mixed) for x in data)
-        return met and all(x.numel() == 1 for x in (*data, *constants))
 
     def _of_result(self, x: Tensor, placement: Placement, data: list) -> Placement:
         """Tell a constant from what only looks like one."""

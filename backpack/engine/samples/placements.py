@@ -81,9 +81,10 @@ class Finder:
         n: Number N of samples.
         key: Stands for the forward pass, in tensors' marks.
         dropped: Where samples have met in something without a gradient.
-        is_unsure: Whether they did so inside of a function of one's own, or numbers
-            were read there. What it has computed may have a gradient after all.
-        has_read: Whether the latter.
+        unsure_until: How many nodes there were when they last did so inside of a
+            function of one's own, or numbers were read there. What has been computed
+            by one that had begun may have a gradient after all.
+        read_until: The same for the latter.
     """
 
     # placements of the results, and their shapes
@@ -100,7 +101,17 @@ class Finder:
         """
         self.n, self.key, self._keeps_met = key.n, key, keeps_met
         self.dropped: Mixed | None = None
-        self.is_unsure = self.has_read = False
+        self.unsure_until = self.read_until = -1
+
+    def note_unsure(self, reads: bool = False) -> None:
+        """Note that a function of one's own does what can't be followed.
+
+        Args:
+            reads: Whether it reads numbers. Default: ``False``.
+        """
+        self.unsure_until = torch._C._autograd._get_sequence_nr()
+        if reads:
+            self.read_until = self.unsure_until
 
     def of(self, x: Tensor) -> Placement:
         """Return where a tensor's samples are.
@@ -362,7 +373,7 @@ class Finder:
             return found
         self.dropped = self.dropped or found[mixed.index(True)]
         if in_function():  # what comes out may have one
-            self.is_unsure = True
+            self.note_unsure()
             return found
         return [None if lost else p for p, lost in zip(found, mixed)]
 

@@ -32,6 +32,8 @@ _LINEAR = _SUMS | frozenset(
     "squeeze unsqueeze view reshape flatten ravel expand contiguous detach clone to "
     "float double".split()
 )
+# Those with which the terms of a loss are added up
+_ADDS = _SUMS | frozenset("rsub add_ sub_ __iadd__ __isub__".split())
 # Products of two vectors, if these have no other axis
 _DOTS = frozenset("dot inner matmul __matmul__".split())
 
@@ -72,6 +74,26 @@ class Summands:
         """
         done, versions, *_ = self._known.get(id(x), (None, []))
         return done is not None and versions == _versions(done)
+
+    def is_rest(
+        self, name: str, data: Sequence[Tensor], constants: Sequence[Tensor]
+    ) -> bool:
+        """Tell whether a number that no data enters is added to one of all samples.
+
+        It belongs to no sample, like a regularizer outside of the model.
+
+        Args:
+            name: Name of an operation.
+            data: Its operands that hold samples.
+            constants: Those that depend on parameters alone.
+
+        Returns:
+            Whether it is so.
+        """
+        if name not in _ADDS or all(map(self.is_sum, data)):
+            return name in _ADDS
+        met = all(isinstance(self._finder.of(x), Mixed) for x in data)
+        return met and all(x.numel() == 1 for x in (*data, *constants))
 
     def has_parts(self, x: Tensor) -> bool:
         """Tell whether a tensor is a sum of parts that samples have, by forming these.

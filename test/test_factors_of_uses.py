@@ -5,6 +5,7 @@ layer that does the same. What has none gets its dense block, unless it is too l
 """
 
 import re
+import warnings
 from copy import deepcopy
 from functools import partial
 from typing import Any, Callable, Dict, List, Optional, Sequence
@@ -432,6 +433,36 @@ def test_stacks(
         found = as_matrix([x[k] for x in values])
         wanted = torch.zeros_like(found) if own is None else as_matrix(own)
         assert_agrees(found, wanted, f"weight {k}")
+
+
+@pytest.mark.parametrize("quantity", [KFLR, KFAC, EKFAC])
+def test_nothing_of_a_table(quantity: Callable) -> None:
+    """A prefix without rows adds nothing, and changes no other factor."""
+    found = []
+    for rows in (0, None):
+        torch.manual_seed(0)
+
+        def forward(m: Module, x: Tensor, rows: Any = rows) -> Tensor:
+            front = [] if rows is None else [m.p[:rows].expand(len(x), 0, 4)]
+            return m.l(torch.cat([*front, x], 1)).flatten(1)
+
+        model = Lambda(forward, l=nn.Linear(4, 3))
+        model.p = nn.Parameter(torch.ones(5, 4))
+        model, loss = extend(model.to(F64)), extend(nn.MSELoss())
+        f = model(torch.randn(N, 2, 4, dtype=F64))
+        torch.manual_seed(0)
+        with (
+            warnings.catch_warnings(),
+            backpack(ext := quantity(weight_sharing="expand")),
+        ):
+            warnings.filterwarnings("ignore", "No result was computed")
+            loss(f, real(f)).backward()
+        found.append(getattr(model.l.weight, ext.savefield))
+        if rows is not None:
+            assert not any(bool(x.any()) for x in getattr(model.p, ext.savefield)[-1:])
+    for x, y in zip(*found):
+        for a, b in zip(x, y) if isinstance(x, (list, tuple)) else [(x, y)]:
+            assert_agrees(a, b)
 
 
 def as_matrix(values: Sequence[Tensor]) -> Tensor:

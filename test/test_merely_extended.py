@@ -344,10 +344,17 @@ def test_operations_are_not_counted(make: Callable) -> None:
     assert counts[0] == counts[1] > 0
 
 
+def linearized_by_sample(m: Module, x: Tensor) -> Tensor:
+    """Record the tangents of operations on each sample's own."""
+    each = torch.func.vmap(lambda z: m.f.weight @ z)
+    return torch.func.linearize(each, x)[1](x)
+
+
 @pytest.mark.filterwarnings("ignore:(?s).*")  # PyTorch's own, of what is old
-def test_recorded_while_it_runs() -> None:
+@pytest.mark.parametrize("forward", [linearized, linearized_by_sample])
+def test_recorded_while_it_runs(forward: Callable) -> None:
     """A part of the model may be recorded by PyTorch."""
-    x, model = torch.randn(N, D), Lambda(linearized, f=nn.Linear(D, D))
+    x, model = torch.randn(N, D), Lambda(forward, f=nn.Linear(D, D))
     expected = model(x)
     assert torch.equal(extend(model)(x), expected)
 

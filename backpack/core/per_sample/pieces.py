@@ -98,6 +98,8 @@ class Pieces(Dense):
         """
         first = next(iter(self._pieces))
         size, pieces = first.stop - first.start, list(self._pieces.values())
+        if not size:
+            return None
         alike = {(x.stop - x.start, x.start % size, x.alone) for x in self._pieces}
         whole = first.alone or len(pieces) * size == self.shape[0]
         kinds = {_matrix(x) for x in pieces}

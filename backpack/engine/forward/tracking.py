@@ -13,7 +13,10 @@ from typing import Any, Callable, Sequence
 
 import torch
 from torch import Tensor, is_grad_enabled
+from torch._C import DispatchKey
+from torch._C import _dispatch_tls_is_dispatch_key_excluded as _is_excluded
 from torch._C._functorch import peek_interpreter_stack
+from torch._ops import OpOverload
 from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
 from torch.nn import Parameter
@@ -146,6 +149,8 @@ class Tracker(LowMode):
             return untraced(run, self, func, types, args, kwargs)
         kind = KINDS.get(func) or kind_of(func)
         kwargs = kwargs or {}
+        if type(func) is OpOverload and _is_excluded(DispatchKey.AutogradFunctionality):
+            return func(*args, **kwargs)  # who records, like `linearize`, is below
         if kind.is_quiet or self.suspended:
             if kind.name in ("register_hook", "retain_grad") and args[0].grad_fn:
                 note_seen(args[0])

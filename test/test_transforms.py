@@ -202,6 +202,18 @@ OTHERS: Dict[str, Row] = {
     "gradients-in-a-loop": of_network(
         lambda m, x: torch.stack([grad(number(m))(z) for z in x])
     ),
+    **{
+        f"derivative-of-data-that-needs-a-gradient-{name}": of_params(
+            lambda m, x, d=d: d(x.clone().requires_grad_()) @ m.w, w=(D, 3)
+        )
+        for name, d in {
+            "backward": lambda x: vmap(grad(lambda z: (z**3).sum()))(x),
+            "forward": lambda x: jvp(torch.sin, (x,), (x,))[1],
+            "by-hand": lambda x: torch.autograd.grad(
+                x.sin().sum(), x, create_graph=True
+            )[0],
+        }.items()
+    },
     "derivative-of-an-expanded-tensor": of_params(
         lambda m, x: grad(lambda z: (z.sin() * z).sum())(
             (x * m.v).expand(2, *x.shape)
@@ -379,6 +391,16 @@ def write(x: Tensor, values: Tensor) -> Tensor:
 
 # Samples meet, or are not told apart
 REFUSED: Dict[str, Tuple[Row, str]] = {
+    **{  # the graph does not tell what they depend on
+        f"derivative-of-data-{name}": (
+            of_params(lambda m, x, d=d: d(x) @ m.w, w=(D, 3)),
+            r"input\.requires_grad_\(\)",
+        )
+        for name, d in {
+            "backward": lambda x: vmap(grad(lambda z: (z**3).sum()))(x),
+            "forward": lambda x: jvp(torch.sin, (x,), (x,))[1],
+        }.items()
+    },
     "sum-over-samples": (
         of_network(lambda m, x: vmap(lambda c: c - c.mean(), 1, 1)(m.f(x)), 3),
         r"samples have met in `vmap\(mean\)`",

@@ -62,10 +62,11 @@ NOT_WATCHED = (
     "extended module is being called: NumPy, numbers in Python and `torch.jit` hide "
     "that (do it before, and hand over what comes out), and so do transforms of "
     "`torch.func` around the call (let `forward` call them), and those that "
-    "differentiate a recurrent layer (use `torch.autograd.grad`). Extend the model "
-    "again if a layer has lost its hooks. And let the inputs enter the prediction, if "
-    "only by `+ 0 * input`: what no input enters belongs to no sample (add a "
-    "regularizer to the loss, not in `forward`)."
+    "differentiate a recurrent layer (use `torch.autograd.grad`), or by inputs that "
+    "need no gradient (`input.requires_grad_()` lets them, `create_graph=True` keeps "
+    "the way). Extend the model again if a layer has lost its hooks. And let the "
+    "inputs enter the prediction, if only by `+ 0 * input`: what no input enters "
+    "belongs to no sample (add a regularizer to the loss, not in `forward`)."
 )
 WALKS = " Extensions that go from module to module need them in extended modules."
 DERIVATIVE = (

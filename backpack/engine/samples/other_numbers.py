@@ -14,7 +14,9 @@ from torch import Tensor
 
 from backpack.utils.types import generator_of, is_inexact, tensors_in
 
-EXTREMES = (nan, inf, -inf)  # for operations that leave NaN out, like `nansum`, `fmax`
+# For operations that leave NaN out, like `nansum`, `fmax`
+INFINITE = (inf, -inf)
+EXTREMES = (nan, *INFINITE)
 
 
 def copied(x: Any) -> Any:

@@ -43,6 +43,7 @@ from backpack.engine.samples.evidence import Evidence, nowhere
 from backpack.engine.samples.masks import Masks
 from backpack.engine.samples.other_numbers import (
     EXTREMES,
+    INFINITE,
     all_different,
     between,
     copied,
@@ -505,8 +506,9 @@ class Trial:
                 got[j] += p.long() << bit
                 unseen[j] |= ~(p | q)
             for half, seen in zip(halves, (ones, zeros)) if asks and not bit else ():
-                for j, x in enumerate(changed(half, EXTREMES)):
-                    hides, shown[j] = hides or bool((x & ~seen[j]).any()), shown[j] | x
+                for j, x in enumerate(changed(half, INFINITE)):
+                    hides = hides or bool((x & ~seen[j]).any())
+                    shown[j] |= x | seen[j]
         hides = hides or any(bool((x & y).any()) for x, y in zip(shown, unseen))
         found: list[Placement] = []
         for j in range(len(outs)):

@@ -8,6 +8,7 @@ import re
 import warnings
 from copy import deepcopy
 from functools import partial
+from math import nan
 from typing import Any, Callable, Dict, List, Optional, Sequence
 
 import pytest
@@ -433,6 +434,24 @@ def test_stacks(
         found = as_matrix([x[k] for x in values])
         wanted = torch.zeros_like(found) if own is None else as_matrix(own)
         assert_agrees(found, wanted, f"weight {k}")
+
+
+@pytest.mark.parametrize("what", ["empty", "not-a-number"])
+@pytest.mark.parametrize("fisher_type", ["exact", "mc", "empirical"])
+def test_no_eigenvectors(fisher_type: Any, what: str) -> None:
+    """The error says of which parameter there are none."""
+    model = extend(
+        nn.Sequential(nn.Linear(4, 5).requires_grad_(False), nn.Linear(5, 3))
+    )
+    loss = extend(nn.CrossEntropyLoss())
+    x = torch.full((0 if what == "empty" else 2, 4), nan)
+    value = loss(model(x), torch.zeros(len(x), dtype=torch.long))
+    says = r"EKFAC, of a parameter of shape \[3, 5\]: .*has no eigenvectors"
+    with (
+        pytest.raises(RuntimeError, match=says),
+        backpack(EKFAC(fisher_type=fisher_type)),
+    ):
+        value.backward()
 
 
 @pytest.mark.parametrize("quantity", [KFLR, KFAC, EKFAC])

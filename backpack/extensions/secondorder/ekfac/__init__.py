@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from copy import copy
-from typing import Any, Literal, Mapping, Sequence
+from functools import wraps
+from typing import Any, Callable, Literal, Mapping, Sequence
 
 import torch
 from torch import Tensor
+from torch.linalg import LinAlgError
 
 from backpack.core.fast.matmul import gram
 from backpack.core.per_sample.base import PerSample
@@ -40,6 +42,20 @@ OTHER_BASES = (
     "pass with one of them, by EKFAC(basis=...), or give each loss a backward pass of "
     "its own."
 )
+
+
+def _naming(method: Callable) -> Callable:
+    """Let an error say of which parameter there are no eigenvectors."""
+
+    @wraps(method)
+    def named(self: EKFAC, product: PerSample, *args: Any) -> Any:
+        try:
+            return method(self, product, *args)
+        except LinAlgError as error:
+            text = f"EKFAC, of a parameter of shape {list(product.shape)}: {error}"
+            raise LinAlgError(text) from error
+
+    return named
 
 
 class EKFAC(KroneckerFactors):
@@ -117,6 +133,7 @@ class EKFAC(KroneckerFactors):
         bases = [full_precision(basis) for basis in bases]
         return [*bases, squares_after(product, transposed(bases))]
 
+    @_naming
     def again(self, product: PerSample, statistic: Any) -> EKFAC:  # noqa: D102
         key = "eigenvectors", self.weight_sharing
         if product.stack:  # which has nothing in common with a bias
@@ -133,6 +150,7 @@ class EKFAC(KroneckerFactors):
             seen.update(map(id, value))
             turn.save(self, param, own)
 
+    @_naming
     def reduce(self, product: PerSample) -> list[Tensor]:  # noqa: D102
         if self._fixed is not None:
             return self.statistic(product)

@@ -177,9 +177,22 @@ class OnceLoss(Module):
         return Once.apply(f - y).mean()
 
 
+def added_up(f: Tensor) -> Tensor:
+    """Write to constants ``[N, 3]`` in place."""
+    out, other = CONSTANT.new_zeros(f.shape), torch.zeros(f.shape)
+    out += f.float()
+    other[1:] = out[1:]
+    other[0].add_(f[0].float())
+    return torch.stack([other, torch.zeros_like(other)]).sum(0)
+
+
 CONSTANT = torch.eye(3)  # of single precision, and no module's
 CASTS: Dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "product-with-a-constant": lambda f, y: F.cross_entropy(f.float() @ CONSTANT, y),
+    "product-of-a-constant": lambda f, y: F.cross_entropy(
+        (CONSTANT @ f.float().T).T, y
+    ),
+    "added-to-a-constant": lambda f, y: F.cross_entropy(added_up(f), y),
     "map-by-a-constant": lambda f, y: F.cross_entropy(
         F.linear(f.float(), CONSTANT).add_(CONSTANT[0, 1]), y
     ),

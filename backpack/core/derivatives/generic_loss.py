@@ -35,7 +35,6 @@ from backpack.utils.types import (
     Randomness,
     full_precision,
     kind,
-    tensors_in,
 )
 from backpack.utils.unsqueeze import flatten, unit_columns
 
@@ -92,18 +91,17 @@ class _InDouble(TorchFunctionMode):
         self, func: Callable, types: Any, args: tuple = (), kwargs: Any = None
     ) -> Any:
         """Run an operation with finer types for coarser ones."""
-        func = _CASTS.get(func, func)
+        func, name = _CASTS.get(func, func), getattr(func, "__name__", "")
         finer = partial(tree_map_only, torch.dtype, lambda x: _FINER.get(x, x))
         args, kwargs = finer(args), finer(kwargs or {})
-        found = [x.dtype for x in tensors_in((args, kwargs))]
-        mixed = torch.float64 in found and not _FINER.keys().isdisjoint(found)
-        if mixed and func is not grad:  # which looks for its inputs in the graph
-            # products take operands of one type
-            same, written = partial(tree_map_only, Tensor, _to_double), ()
-            if getattr(func, "__name__", "").endswith("_"):
-                written, args = args[:1], args[1:]
-            args, kwargs = (*written, *same(args)), same(kwargs)
-        return func(*args, **kwargs)
+        if func is grad:  # which looks for its inputs in the graph
+            return func(*args, **kwargs)
+        same = partial(tree_map_only, Tensor, _to_double)
+        writes = name.startswith("__i") or name in ("__set__", "__setitem__")
+        writes = writes or name.endswith("_") and name[-2:] != "__"
+        if writes or "out" in kwargs:
+            return func(*args[:1], *same(args[1:]), **kwargs)
+        return same(func(*same(args), **same(kwargs)))
 
 
 _FINER: Dict[Any, torch.dtype] = {

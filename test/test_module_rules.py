@@ -2503,6 +2503,41 @@ def test_mode_of_each_call():
     assert_agrees(*fields)
 
 
+class ComputesLoss(Module):
+    """A model that computes its loss, by a function."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]):
+        """Store what is done to the loss."""
+        super().__init__()
+        self.layer, self.function = nn.Linear(3, 3), function
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        """Compare with classes."""
+        return self.function(F.cross_entropy(self.layer(x), y))
+
+
+FUNCTIONS_OF_LOSSES: Dict[str, Callable[[Tensor], Tensor]] = {
+    "root": torch.sqrt,
+    "logarithm": lambda v: v.exp().add(1).log(),
+    "product": lambda v: v * v,
+}
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["behind", "inside"])
+@pytest.mark.parametrize("name", FUNCTIONS_OF_LOSSES)
+@EACH
+def test_function_of_a_loss(ext: Callable, name: str, inside: bool):
+    """A loss of which more than a sum is made is no beginning."""
+    function, nothing = FUNCTIONS_OF_LOSSES[name], lambda v: v
+    model = extend(ComputesLoss(function if inside else nothing))
+    value = model(torch.randn(4, 3), torch.tensor([0, 2, 1, 1]))
+    with (
+        pytest.raises(AssertionError, match="no quantity pulled back"),
+        backpack(ext()),
+    ):
+        (value if inside else function(value)).backward()
+
+
 class OfClasses(Module):
     """A loss without a rule, with a constant ``[3, 3]``."""
 

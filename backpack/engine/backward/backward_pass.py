@@ -127,13 +127,13 @@ class BackwardPass:
         self.walked: set[Any] = set()
         self.saved_alone: set[tuple[Any, Parameter]] = set()
         exts = current.active_exts
-        plain = [x for x in exts if not x.expects_backpropagation_quantities()]
-        self._needs_gradients = current.check or bool(plain)
-        self._is_first_order = len(plain) == len(exts)
+        self._plain = [x for x in exts if not x.expects_backpropagation_quantities()]
+        self._needs_gradients = current.check or bool(self._plain)
+        self._is_first_order = len(self._plain) == len(exts)
         self.is_shared = parallel.is_shared()
         self.terms: list[str] = []
         self._is_filtered = inputs is None
-        self._at_output = [x for x in plain if x.pulls_columns]
+        self._at_output = [x for x in self._plain if x.pulls_columns]
         self.gradients: dict[Use, list[Tensor | None]] = {}
         self._formed: dict[Use, dict[Any, Products]] = {}
         self._begun: set[Call] = set()  # calls whose uses may not have had their turn
@@ -506,11 +506,10 @@ class BackwardPass:
         self.report.met.add(id(module))
         with lock_of(module), Turn(call, self, g_out, entries) as turn:
             call.store(raw=True)
-            if call.is_loss:
-                self._meet_loss(turn)
+            begins = not call.is_loss or self._meet_loss(turn)
             node = self.inspection.calls.get(call)  # none if there are no extensions
             g_inp = InputGradients(call, node, entries, g_out)
-            for ext in current.active_exts:
+            for ext in current.active_exts if begins else self._plain:
                 if current.debug:
                     print(f"[DEBUG] Running extension {ext} on {name_module(module)}")
                 turn.g_out = self.pull_back.of_losses.at(call, ext, g_out)
@@ -554,12 +553,12 @@ class BackwardPass:
         exts = self.state.active_exts
         return not (self._shows_calls or any([ext.runs_on(call) for ext in exts]))
 
-    def _meet_loss(self, turn: Turn) -> None:
-        """Pull columns back from a loss to everything it was computed from."""
+    def _meet_loss(self, turn: Turn) -> bool:
+        """Pull columns back from a loss; tell whether it is none that a model uses."""
         exts = self.state.active_exts
         second_order = [x for x in exts if x.expects_backpropagation_quantities()]
         if not second_order:
-            return
+            return True
         module, output, (g_out, *_) = turn.module, turn.call.outputs[0], turn.g_out
         if output.numel() != 1:
             raise ValueError(
@@ -568,12 +567,13 @@ class BackwardPass:
                 f"{list(output.shape)}. Use reduction='mean' or reduction='sum'."
             )
         if self.inspection.is_inside(turn.call, self.losses):
-            return
+            return not turn.call.is_function
         self.losses.append(turn.call)
         if not (turn.call.is_function or isinstance(module, FunctionModule)):
             begins = self._begins_with_one
             coverage.warn_of_factor(self.inspection, turn.call, g_out, begins)
         self.pull_back.meet(turn, second_order)
+        return True
 
 
 def begin_unannounced(current: State) -> None:

@@ -10,6 +10,21 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from backpack.utils.types import behind, tensors_in
 
 
+def writes_by_name(name: str) -> bool:
+    """Tell whether an operation writes to its first operand, as its name says.
+
+    Args:
+        name: Name of the operation.
+
+    Returns:
+        Whether it works in place; ``requires_grad_`` changes no number.
+    """
+    if name.startswith("__"):
+        adds = name.startswith("__i") and name not in ("__invert__", "__index__")
+        return adds or name == "__setitem__"
+    return name.endswith("_") and not name.endswith("__") and name != "requires_grad_"
+
+
 class Writes(TorchDispatchMode):
     """Hands over what is overwritten, unless it was made while this is active.
 

@@ -37,6 +37,7 @@ from backpack.utils.types import (
     kind,
 )
 from backpack.utils.unsqueeze import flatten, unit_columns
+from backpack.utils.writes import writes_by_name
 
 # Errors in the Hessian, relative to its largest entry, that go unnoticed. Rounding
 # errors reach this size only if all samples are saturated.
@@ -97,8 +98,7 @@ class _InDouble(TorchFunctionMode):
         if func is grad:  # which looks for its inputs in the graph
             return func(*args, **kwargs)
         same = partial(tree_map_only, Tensor, _to_double)
-        writes = name.startswith("__i") or name in ("__set__", "__setitem__")
-        writes = writes or name.endswith("_") and name[-2:] != "__"
+        writes = writes_by_name(name) or name in ("__set__", "requires_grad_")
         if writes or "out" in kwargs:
             return func(*args[:1], *same(args[1:]), **kwargs)
         return same(func(*same(args), **same(kwargs)))

@@ -5,7 +5,7 @@ from contextlib import nullcontext
 from copy import copy
 from math import nan
 from operator import attrgetter
-from typing import Any, Callable, Dict, List, Optional, Sequence, Set, Tuple
+from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Set, Tuple
 
 import torch
 import torch.nn.functional as F
@@ -549,27 +549,21 @@ def has_own_functions(y: Tensor) -> bool:
     Returns:
         Whether there is one in its graph.
     """
-    queue: List[Any] = [y.grad_fn]
-    seen: Set[Any] = set()
-    while queue:
-        node = queue.pop()
-        if node is not None and node not in seen:
-            if isinstance(node, BackwardCFunction):
-                return True
-            seen.add(node)
-            queue += [parent for parent, _ in node.next_functions]
-    return False
+    return any(isinstance(node, BackwardCFunction) for node in _nodes_behind(y))
 
 
 def _leads_to(y: Tensor, leaf: Tensor) -> bool:
     """Tell whether a tensor was computed from a leaf of the graph."""
+    return any(getattr(node, "variable", None) is leaf for node in _nodes_behind(y))
+
+
+def _nodes_behind(y: Tensor) -> Iterator[Any]:
+    """List the nodes of a tensor's graph."""
     queue: List[Any] = [y.grad_fn]
-    seen: Set[Any] = set()
+    seen: Set[Any] = {None}
     while queue:
         node = queue.pop()
-        if node is not None and node not in seen:
-            if getattr(node, "variable", None) is leaf:
-                return True
+        if node not in seen:
+            yield node
             seen.add(node)
             queue.extend(parent for parent, _ in node.next_functions)
-    return False

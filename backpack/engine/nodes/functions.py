@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from backpack.core.table import LOSS_FUNCTIONS
 from backpack.utils.types import tensors_in
+from backpack.utils.writes import writes_by_name
 
 # Methods and properties that return no tensor, or change nothing of one
 _QUIET = frozenset(
@@ -386,11 +387,7 @@ def kind_of(func: Any) -> Kind:
     quiet = name in _QUIET or (is_property and name not in _TENSOR_PROPERTIES)
     quiet = quiet or name in ("__set__", "__delete__", "backward")
     quiet = quiet or func is torch.autograd.grad  # asks for these very tensors
-    writes = (
-        (name.endswith("_") and not name.endswith("__") and name != "requires_grad_")
-        or name == "__setitem__"
-        or (name.startswith("__i") and name not in ("__invert__", "__index__"))
-    )
+    writes = writes_by_name(name)
     reads, is_loss = name in _READS, func in LOSS_FUNCTIONS
     opened, foreign, has_terms = _OPENED.get(func), owner is not None, is_loss
     if isinstance(func, FunctionType) and func.__module__ == functional.__name__:

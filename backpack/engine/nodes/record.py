@@ -299,8 +299,11 @@ class Call:
                     stored.displaced[name] = attributes[name]
                     new[name] = value
             overwritten = self.is_loss and not self.is_output_unchanged
-            of_call = {NAMED: self.named, OVERWRITTEN: overwritten}
-            of_call[AUTOCAST] = self.precision
+            of_call: dict[str, Any] = {
+                NAMED: self.named,
+                OVERWRITTEN: overwritten,
+                AUTOCAST: self.precision,
+            }
             new.update((name, value) for name, value in of_call.items() if value)
             attributes.update(new)
             attributes[STORED] = self.stored = stored

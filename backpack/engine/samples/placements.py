@@ -283,9 +283,8 @@ class Finder:
                 return found, lasts
             except Exception as error:  # the operation's own call has passed
                 reason = str(error).split("\n")[0][:100]
-                return [Mixed(f"`{done.name}` ({reason})", False)] * len(
-                    done.outs
-                ), False
+                met = Mixed(f"`{done.name}` ({reason})", False)
+                return [met] * len(done.outs), False
 
     def _filled(
         self, found: list[Placement], others: list[Placement], outs: Sequence[Tensor]

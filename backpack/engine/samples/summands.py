@@ -117,9 +117,8 @@ class Summands:
         met = self._finder.of(done.outs[0])
         if not isinstance(met, Mixed) or not met.is_known or met.is_of_inputs:
             return
-        if any(
-            x is done.outs[0] for x in done.data
-        ):  # which is known, as is `x.to(...)`
+        # what is returned as it was, as by `x.to(...)`, is known
+        if any(x is done.outs[0] for x in done.data):
             return
         fits = done.name in ("sum", "mean") or kind_of(done.func).has_terms
         rest = False

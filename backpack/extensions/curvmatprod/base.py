@@ -97,9 +97,9 @@ class CurvatureProductRule(ModuleRule):
         residual = linear.has_residual and Curvature.require_residual(ext.curv_type)
         if residual and Curvature.is_pch(ext.curv_type):
             residual = linear.bends()
-        if residual and Curvature.is_pch(ext.curv_type):
-            text = message(PARAMETER_RESIDUAL, ext=ext, module=module, name=name)
-            raise NotImplementedError(text)
+            if residual:
+                text = message(PARAMETER_RESIDUAL, ext=ext, module=module, name=name)
+                raise NotImplementedError(text)
 
         def expected(what: Any, got: Any) -> str:
             where = f"for the parameter '{name}' of {name_module(module)}"

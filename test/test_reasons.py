@@ -618,6 +618,61 @@ def test_step_inside_of_disable(activation: Type[Module]) -> None:
             assert_agrees(p.grad_batch, torch.stack(each))
 
 
+@pytest.mark.parametrize("by", ["grad", "backward"])
+def test_derivative_of_a_forward_pass(by: str) -> None:
+    """What the message says of derivatives by parameters in a model is right."""
+    x = torch.randn(N, D, dtype=F64)
+
+    def forward(m: Module, x: Tensor) -> Tensor:
+        h = m.b(torch.tanh(m.a(x)))
+        with m.around():
+            value, weight = m.b(torch.tanh(m.a(x))).square().mean(), m.b.weight
+            if by == "backward":
+                value.backward(inputs=[weight])
+                scale, weight.grad = weight.grad.norm(), None
+            else:
+                scale = torch.autograd.grad(value, weight)[0].norm()
+        return h * scale
+
+    def run(around: Any, of_forward: bool = True) -> List[Tensor]:
+        torch.manual_seed(0)
+        model = Lambda(forward, a=nn.Linear(D, 5), b=nn.Linear(5, 3)).double()
+        model.around, loss = around, extend(nn.CrossEntropyLoss())
+        with backpack(DiagGGNExact()) if of_forward else nullcontext():
+            value = loss(extend(model)(x), classes(x))
+        with backpack(DiagGGNExact()):
+            value.backward()
+        return [p.diag_ggn_exact for p in model.parameters()]
+
+    reason = "no extended loss was met.*take it inside of `with backpack.disable"
+    assert_says(lambda: run(nullcontext), reason)
+    for found, expected in zip(run(disable), run(nullcontext, of_forward=False)):
+        assert_agrees(found, expected)
+
+
+@pytest.mark.parametrize("name", ["DiagGGNExact", "KFLR"])
+def test_derivative_of_data_in_a_loss(name: str) -> None:
+    """A loss that differentiates a prediction by data has a reason of its own."""
+
+    class Smooth(Module):
+        def __init__(self):
+            super().__init__()
+            self.loss = nn.CrossEntropyLoss()
+
+        def forward(self, prediction: Tensor, y: Tensor, x: Tensor) -> Tensor:
+            by = torch.autograd.grad(prediction.sum(), x, create_graph=True)[0]
+            return self.loss(prediction, y) + by.pow(2).mean()
+
+    model, loss = extend(nn.Linear(D, 3).double()), extend(Smooth())
+    x = torch.randn(N, D, dtype=F64, requires_grad=True)
+
+    def run() -> None:
+        with backpack(getattr(extensions, name)()):
+            loss(model(x), classes(x), x).backward()
+
+    assert_says(run, "Smooth: input 2 requires grad")
+
+
 @pytest.mark.parametrize("ext", [BatchGrad, DiagGGNExact])
 def test_which_parameter_is_not_reached(ext: type) -> None:
     """Of equal blocks, the warning says which one plays no part."""

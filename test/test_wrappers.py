@@ -649,6 +649,18 @@ def selective(p: Pass, check: bool) -> None:
         p.value(model).backward()
 
 
+def watched(p: Pass) -> None:
+    """Let inputs of a checkpoint that one pass can repeat need gradients, too."""
+
+    def forward(m: Module, x: Tensor) -> Tensor:
+        options = {"use_reentrant": False, "debug": True}
+        return checkpoint(lambda x: m.f(x) * m.w, x.requires_grad_(), **options)
+
+    model = extend(Lambda(forward, f=p.model, w=nn.Parameter(torch.rand(3).to(F64))))
+    with backpack(BatchGrad()):
+        p.value(model).backward()
+
+
 class Failed(RuntimeError):
     """An error of the model's own."""
 
@@ -692,6 +704,11 @@ REFUSED: Dict[str, Tuple[Callable[[Pass], None], Type[Exception], str]] = {
         partial(repeated_once, debug=True),
         NotImplementedError,
         "DiagGGNExact.*repeated.*without.*`debug`",
+    ),
+    "checkpoint-of-gradients-that-is-watched": (
+        watched,
+        NotImplementedError,
+        "BatchGrad.*repeated for what has no rule.*without.*`debug`",
     ),
     "selective-checkpoint": (
         partial(repeated_once, context_fn=keeps_some),

@@ -27,7 +27,8 @@ class disable(AbstractContextManager):  # noqa: N801
     """Context in which forward passes store nothing.
 
     Use it for a forward pass of an extended model of which only the plain gradient is
-    wanted. Contexts nest, and each thread has its own.
+    wanted. A derivative that a model's forward pass takes inside is one of PyTorch's,
+    with no quantities. Contexts nest, and each thread has its own.
 
     Example:
         >>> from torch import ones

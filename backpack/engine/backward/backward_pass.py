@@ -146,7 +146,8 @@ class BackwardPass:
         self.in_losses: set[Module] = set()
         self._idle: dict[Call, Node] = {}
         self._apart: set[Call] = set()  # whose turn was at one of their outputs
-        self._prepare(roots, inputs)
+        with explained(current.active_exts):
+            self._prepare(roots, inputs)
 
     def _prepare(self, roots: Sequence[GradientEdge], inputs: Any) -> None:
         """Look at the graph, refuse what nothing sees, and let nodes be met."""
@@ -170,8 +171,7 @@ class BackwardPass:
             find_owners(self.inspection, current)
         self.inspection.guard_hooks(exts)
         if current.check and self._separating:
-            with explained(exts):
-                check_isolation(self.inspection, current)
+            check_isolation(self.inspection, current)
         args = self.accumulates, self._is_filtered, self._creates_graph
         self.accumulated = choose(current, self.groups, self.inspection, *args)
         self._listen()

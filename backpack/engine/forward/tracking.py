@@ -76,8 +76,9 @@ from backpack.engine.samples.summands import Summands
 from backpack.engine.samples.trials import Operands, Performed
 from backpack.engine.samples.views import View, in_base, in_view, made_base
 from backpack.utils.compiling import is_indivisible, skipped, untraced
+from backpack.utils.disable import disable
 from backpack.utils.hooks import modules_in, parameters_of
-from backpack.utils.state import in_function
+from backpack.utils.state import in_function, state
 from backpack.utils.types import decides, handed_on, tensors_in, version_of
 
 _SHAPELESS = {UninitializedParameter, UninitializedBuffer}  # of lazy layers
@@ -161,9 +162,11 @@ class Tracker(LowMode):
                     if self.find_placement(args[0]) is not None:
                         self._finder.note_unsure(reads=True)
             elif kind.name in ("backward", "grad") and self.context is not None:
-                if not is_of_inputs(kind.name, args, kwargs):
-                    with self.context:
-                        return func(*args, **kwargs)
+                own = not disable.should_store_io() or is_of_inputs(
+                    kind.name, args, kwargs
+                )
+                with state().pull(quiet=False) if own else self.context:
+                    return func(*args, **kwargs)
             return func(*args, **kwargs)
         if types and any(map(decides, types)):
             with self:  # to watch what they make of it

@@ -8,6 +8,7 @@ therefore asked for in the name of the pass that is running, which gets it from 
 from __future__ import annotations
 
 from contextlib import contextmanager
+from itertools import dropwhile
 from traceback import walk_tb
 from typing import Any, Callable, Iterable, Iterator, Sequence
 
@@ -30,6 +31,7 @@ REPEATED = (
     "use_reentrant=False)` without `context_fn` and `debug`, whose contexts may be "
     "there for a single time{otherwise}."
 )
+_BETWEEN = "torch.utils.checkpoint", "torch._compile", "torch._dynamo", "torch.autograd"
 OF_COLUMNS = {"what": "columns", "otherwise": ", or quantities of first order"}
 OF_FUNCTIONS = {
     "what": "what has no rule, like functions with a backward of their own, or a check",
@@ -246,8 +248,6 @@ def _is_of_ours(names: Sequence[str]) -> bool:
     Returns:
         Whether it is known to have been started here.
     """
-    last = max(
-        (i for i, x in enumerate(names) if x == "torch.autograd.graph"), default=0
-    )
-    before = [name for name in names[:last] if not name.startswith("torch.autograd")]
-    return bool(before) and before[-1].startswith("backpack.")
+    # a node may be run by itself, too
+    callers = dropwhile(lambda name: name.startswith(_BETWEEN), reversed(names))
+    return next(callers, "").startswith("backpack.")

@@ -1408,6 +1408,36 @@ def test_backward_inputs(inputs: str) -> None:
         oracle.assert_agrees(getattr(param, field), expected)
 
 
+@pytest.mark.parametrize(
+    "name", ["BatchGrad", "Variance", "DiagGGNExact", "KFLR", "DiagHessian", "HMP"]
+)
+def test_backward_inputs_of_uses(name: str) -> None:
+    """A parameter that is used outside of the pass, too, has no part of its value."""
+    torch.manual_seed(0)
+    first, second = nn.Linear(3, 3), nn.Linear(3, 3)
+    model = extend(nn.Sequential(first, nn.Tanh(), second, nn.Tanh(), first))
+    x, y = torch.rand(4, 3), torch.rand(4, 3)
+    ext = getattr(extensions, name)()
+    with backpack(ext):
+        extend(nn.MSELoss())(model(x), y).backward(inputs=[second.weight])
+    assert [hasattr(p, ext.savefield) for p in model.parameters()] == [0, 0, 1, 1]
+
+
+def test_hessian_of_data() -> None:
+    """Products with a Hessian with respect to data leave no parts of values, either."""
+    model, loss, (x,), y = small()
+    model, loss = extend(model), extend(loss)
+
+    def product() -> Tensor:
+        return torch.autograd.functional.hvp(lambda x: loss(model(x), *y), x, x)[1]
+
+    with backpack(BatchGrad(), DiagGGNExact()):
+        found = product()
+    oracle.assert_agrees(found, product())
+    fields = ("grad_batch", "diag_ggn_exact")
+    assert not any(hasattr(p, field) for p in model.parameters() for field in fields)
+
+
 def test_input_requires_grad() -> None:
     """The model's input requires a gradient, and gets the same as without us."""
     model, loss, (x,), y = small()

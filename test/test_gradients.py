@@ -29,6 +29,19 @@ from backpack.extensions.firstorder.base import (
 N = 3
 
 
+def linear(bias: bool) -> Module:
+    """A single layer.
+
+    Args:
+        bias: Whether it has a bias.
+
+    Returns:
+        The model.
+    """
+    torch.manual_seed(0)
+    return nn.Linear(VECTORS[1], 2, bias).to(F64)
+
+
 def conv_net() -> Module:
     """Two convolutions with 25 and 16 positions, and two linear layers.
 
@@ -172,6 +185,13 @@ def for_some(model: Module, loss: Module, x: Tensor) -> None:
     """Run a backward pass with respect to some parameters."""
     value = model(x).square().sum()
     value.backward(inputs=[model[0].weight, model[2].weight])
+
+
+def in_another_type(model: Module, loss: Module, x: Tensor) -> None:
+    """Run a backward pass after the model was given another type."""
+    value = model(x).square().sum()
+    model.float()
+    value.backward()
 
 
 def for_the_input(model: Module, loss: Module, x: Tensor) -> Tensor:
@@ -359,6 +379,15 @@ PASSES = {
     "check": Pass(options={"check": True}),
     "twice": Pass(run=twice, options={"retain_graph": True}),
     "accumulated": Pass(run=accumulates),
+    **{
+        f"another type, bias={bias}": Pass(
+            lambda: [extensions.Variance()],
+            model=lambda bias=bias: linear(bias),
+            run=in_another_type,
+            shape=(N, VECTORS[1]),
+        )
+        for bias in (True, False)
+    },
     "two losses": Pass(run=from_two_losses),
     "vector": Pass(run=of_a_vector),
     "inputs": Pass(run=for_some),

@@ -470,6 +470,15 @@ def backward(value: Tensor, net: Module) -> None:
     value.backward()
 
 
+def in_another_type() -> None:
+    """Give an input another type between the passes."""
+    net, x = extend(nn.Linear(2, 1)), torch.rand(3, 2, requires_grad=True)
+    value = net(x).sum()
+    x.data = x.data.to(F64)
+    with backpack(REPLACED()):
+        value.backward()
+
+
 def two_sizes() -> None:
     """Let two models have batches of different sizes."""
     one, two = extend(nn.Linear(2, 1)), extend(nn.Linear(2, 1))
@@ -629,6 +638,11 @@ REFUSED: Dict[str, Tuple[Callable[[], Any], type, str]] = {
         lambda: run(None, backward, model=Reentrant, gradient=False),
         NotImplementedError,
         r"backpack\(gradient=False\).*use_reentrant",
+    ),
+    "replaced next to another type": (
+        in_another_type,
+        NotImplementedError,
+        r"ClippedGrad\(replace_grad=True\).*gradient of .*\[3, 2\].*another type",
     ),
     "two outputs": (two_outputs, NotImplementedError, "expects one.*Linear.*Linear"),
     "output of samples that meet": (

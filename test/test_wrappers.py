@@ -679,12 +679,6 @@ def fails_repeated(p: Pass, error: BaseException) -> None:
     p.run(extend(Around(repeated)))
 
 
-def hessian_of_data(p: Pass) -> None:
-    """Multiply with a Hessian with respect to data, inside of the context."""
-    with quantities():
-        torch.autograd.functional.hvp(lambda x: p._replace(x=x).value(), p.x, p.x)
-
-
 def overwritten(p: Pass) -> None:
     """Pull columns through what is compiled to run once, as PyTorch 2.6 and later do.
 
@@ -695,11 +689,6 @@ def overwritten(p: Pass) -> None:
 
 
 REFUSED: Dict[str, Tuple[Callable[[Pass], None], Type[Exception], str]] = {
-    "hessian-of-data": (
-        hessian_of_data,
-        AssertionError,
-        "DiagGGNExact .* no extended loss was met before",
-    ),
     "checkpoint-that-is-watched": (
         partial(repeated_once, debug=True),
         NotImplementedError,

@@ -50,13 +50,6 @@ from backpack.utils.types import kind, undisturbed
 
 _ENGINE = torch.autograd.Variable._execution_engine
 
-APART = (
-    "{exts}: what is to be done on {module} needs the gradients at all tensors that it "
-    "returns. They arrive together if the extension, or its rule for the module, was "
-    "there before the forward pass. Create it first, or let the module return a single "
-    "tensor."
-)
-
 
 class BackwardPass:
     """What a backward pass has to remember from turn to turn.
@@ -146,6 +139,7 @@ class BackwardPass:
         self.in_losses: set[Module] = set()
         self._idle: dict[Call, Node] = {}
         self._apart: set[Call] = set()  # whose turn was at one of their outputs
+        self.outside: dict[int, Tensor] = {}  # parameters that uses elsewhere take
         with explained(current.active_exts):
             self._prepare(roots, inputs)
 
@@ -212,7 +206,7 @@ class BackwardPass:
 
     def _find_groups(self, uses: Sequence[Use]) -> None:
         """Find out which parameters wait for which uses."""
-        self.groups: list[Group] = find_groups(uses)
+        self.groups: list[Group] = find_groups(uses, self.outside)
         self.groups_of: dict[Use, list[Group]] = {use: [] for use in uses}
         for group in self.groups:
             for use in group.uses:
@@ -295,6 +289,8 @@ class BackwardPass:
             param: The parameter.
             value: The value.
         """
+        if id(param) in self.outside:
+            return
         setattr(param, ext.savefield, in_type_of(value, param))
         if ext.shard is not None:
             ext.shard.saved[param] = True
@@ -351,12 +347,16 @@ class BackwardPass:
     def _filter(self) -> None:
         """Leave out uses that the pass that is running does not include."""
         self._is_filtered = True
-        uses = [
-            use
+        runs = {
+            use: any(will_run(node) for node, _ in nodes.values())
             for use, nodes in self.inspection.uses.items()
-            if any(will_run(node) for node, _ in nodes.values())
-        ]
-        self._find_groups(uses)
+        }
+        outside = find_groups([use for use in runs if not runs[use]])
+        # those used in the pass, too, have no value, rather than a part of it
+        self.outside = {id(p): p for group in outside for p in group.params}
+        self._find_groups([use for use in runs if runs[use]])
+        for ext in self.state.active_exts:
+            self.exempt(ext, self.outside.values())
         for call, node in list(self._idle.items()):
             if not will_run(node):
                 del self._idle[call]
@@ -498,7 +498,7 @@ class BackwardPass:
         call.check_live()
         if call.is_apart:
             self._apart.add(call)
-            self._check_outputs(call)
+            self.inspection.check_outputs(call, self.state.active_exts)
         if self._has_nothing_to_do(call):
             self._pass_by([call])
             return
@@ -517,19 +517,6 @@ class BackwardPass:
         self._visits.taken.add(call)
         self._begun.add(call)
         self._end(call)
-
-    def _check_outputs(self, call: Call) -> None:
-        """Refuse rules for a call where gradients do not arrive at once."""
-        exts = [
-            ext
-            for ext in self.state.active_exts
-            if ext.is_customized(call.module)
-            or ext.walks_modules
-            and not (call.is_transparent or call.is_part)
-        ]
-        if exts and len(self.inspection.nodes_of(call)) > 1:
-            text = {"exts": names_of(exts), "module": name_module(call.module)}
-            raise NotImplementedError(APART.format(**text))
 
     def _end(self, call: Call | None) -> None:
         """End a call's turn when its parameters have values, but no gradients yet."""

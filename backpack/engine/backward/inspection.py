@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import Any, Collection, Iterable, Iterator, Sequence
 
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, Node
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.nn import Parameter
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -40,7 +40,15 @@ from backpack.engine.nodes.uses import ENTRIES, Use, is_noted
 from backpack.engine.nodes.vjp import is_users
 from backpack.engine.samples.gaps import explain_place
 from backpack.engine.samples.probes import takes_any
+from backpack.utils.hooks import name_module, names_of
 from backpack.utils.module_classification import is_loss
+
+APART = (
+    "{exts}: what is to be done on {module} needs the gradients at all tensors that it "
+    "returns. They arrive together if the extension, or its rule for the module, was "
+    "there before the forward pass. Create it first, or let the module return a single "
+    "tensor."
+)
 
 
 def _numbered(
@@ -255,6 +263,27 @@ class Inspection:
             if node in walk(roots, without=[x for x in nodes if x is not node]):
                 found.append(node)
         return found
+
+    def check_outputs(self, call: Any, extensions: Sequence[Any]) -> None:
+        """Refuse rules for a call where gradients do not arrive at once.
+
+        Args:
+            call: The call.
+            extensions: The active extensions.
+
+        Raises:
+            NotImplementedError: If there are such rules.
+        """
+        exts = [
+            ext
+            for ext in extensions
+            if ext.is_customized(call.module)
+            or ext.walks_modules
+            and not (call.is_transparent or call.is_part)
+        ]
+        if exts and len(self.nodes_of(call)) > 1:
+            text = {"exts": names_of(exts), "module": name_module(call.module)}
+            raise NotImplementedError(APART.format(**text))
 
     def outputs(self, outermost: bool = False) -> list[Origin]:
         """Find the outputs of extended models that no other module has gone on from.
@@ -471,6 +500,21 @@ class Inspection:
     def allows_inputs(self) -> bool:
         """Whether ``backward(inputs=...)`` is possible; not with some checkpoints."""
         return "CheckpointFunctionBackward" not in self.names
+
+    def find_moved(self, leaves: Iterable[Tensor]) -> list[Tensor]:
+        """Find leaves that have another node in the graph than they would have now.
+
+        Args:
+            leaves: Some of those that the graph reaches.
+
+        Returns:
+            Those that were given another type or device in place after they were used.
+        """
+        now = {get_gradient_edge(leaf).node: leaf for leaf in leaves}
+        for node in self.nodes if now else ():
+            for behind, _ in node.next_functions:
+                now.pop(behind, None)
+        return list(now.values())
 
     @cached_property
     def terms(self) -> dict[Node, None]:

@@ -43,6 +43,10 @@ PENALTY = (
     "sample, like a regularizer: {names}. Differentiate these in a backward pass of "
     "their own, outside of the context; gradients add up."
 )
+MOVED = (
+    "{who}({option}): autograd would accumulate no gradient of {names}, which got "
+    "another type or device after the forward pass. Move the model before it."
+)
 
 
 class Accumulated(NamedTuple):
@@ -126,6 +130,11 @@ def choose(
     leaves.update({i: p for i, p in params.items() if p.requires_grad})
     left_out = own or (params if current.gradient else leaves)
     inputs = [x for number, x in leaves.items() if number not in left_out]
+    moved = inspection.find_moved(inputs if chosen else leaves.values())
+    if moved and chosen:
+        raise NotImplementedError(MOVED.format(**text, names=describe(moved)))
+    if moved:
+        return Accumulated()
     return Accumulated(own, set(leaves), [*inputs, *inspection.turns])
 
 

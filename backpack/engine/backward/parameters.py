@@ -324,13 +324,14 @@ def _add(found: dict[Any, list[Part]], key: Any, product: PerSample) -> None:
     parts.append(product)
 
 
-def find_groups(uses: Sequence[Use]) -> list[Group]:
+def find_groups(uses: Sequence[Use], without: Collection[int] = ()) -> list[Group]:
     """Sort the constants of uses into groups.
 
     What enters a single use as it is, like a layer's weight and bias, is one group.
 
     Args:
         uses: The uses of a backward pass.
+        without: Identities of parameters that have uses outside of it. Default: none.
 
     Returns:
         The groups.
@@ -348,7 +349,8 @@ def find_groups(uses: Sequence[Use]) -> list[Group]:
                     leaves_of[place] = graph.leaves_among(behind)
                 params = leaves_of[place]
             # those that were frozen after the forward pass get nothing from autograd
-            group = _joined([p for p in params if p.requires_grad], by_param)
+            wanted = [p for p in params if p.requires_grad and id(p) not in without]
+            group = _joined(wanted, by_param)
             if group is not None:
                 group.members.append((use, index))
     groups: dict[Any, Group] = {}

@@ -8,7 +8,6 @@ therefore asked for in the name of the pass that is running, which gets it from 
 from __future__ import annotations
 
 from contextlib import contextmanager
-from itertools import dropwhile
 from traceback import walk_tb
 from typing import Any, Callable, Iterable, Iterator, Sequence
 
@@ -31,7 +30,6 @@ REPEATED = (
     "use_reentrant=False)` without `context_fn` and `debug`, whose contexts may be "
     "there for a single time{otherwise}."
 )
-_BETWEEN = "torch.utils.checkpoint", "torch._compile", "torch._dynamo", "torch.autograd"
 OF_COLUMNS = {"what": "columns", "otherwise": ", or quantities of first order"}
 OF_FUNCTIONS = {
     "what": "what has no rule, like functions with a backward of their own, or a check",
@@ -197,7 +195,9 @@ def fetch(saved: Iterable[Saved]) -> None:
             fetched[x] = x.ask()
 
 
-def explain_failure(error: BaseException | None, extensions: Sequence[Any]) -> None:
+def explain_failure(
+    error: BaseException | None, extensions: Sequence[Any], is_ours: bool = False
+) -> None:
     """Say why a checkpoint was repeated, if it cannot be.
 
     What else fails while it is repeated passes as it is: what the model raises, what
@@ -206,6 +206,7 @@ def explain_failure(error: BaseException | None, extensions: Sequence[Any]) -> N
     Args:
         error: What has ended a backward pass, if something has.
         extensions: The active extensions.
+        is_ours: Whether no pass of the program's runs yet. Default: ``False``.
 
     Raises:
         NotImplementedError: If it was that, and this was not the program's doing.
@@ -216,7 +217,9 @@ def explain_failure(error: BaseException | None, extensions: Sequence[Any]) -> N
     while names[-1] == "contextlib":  # a context that is there for a single time
         names.pop()
     exts = [x for x in extensions if x.pulls_columns]
-    if names[-1] == "torch.utils.checkpoint" and (exts or _is_of_ours(names)):
+    if names[-1] == "torch.utils.checkpoint" and (
+        exts or is_ours or _is_of_ours(names)
+    ):
         what = OF_COLUMNS if exts else OF_FUNCTIONS
         text = REPEATED.format(exts=names_of(exts or extensions), error=error, **what)
         raise NotImplementedError(text) from error
@@ -224,7 +227,7 @@ def explain_failure(error: BaseException | None, extensions: Sequence[Any]) -> N
 
 @contextmanager
 def explained(extensions: Sequence[Any]) -> Iterator[None]:
-    """Say why a checkpoint was repeated inside, if it cannot be.
+    """Say why a checkpoint was repeated before a backward pass, if it cannot be.
 
     Args:
         extensions: The active extensions.
@@ -235,7 +238,7 @@ def explained(extensions: Sequence[Any]) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        explain_failure(error, extensions)
+        explain_failure(error, extensions, is_ours=True)
         raise
 
 
@@ -248,6 +251,8 @@ def _is_of_ours(names: Sequence[str]) -> bool:
     Returns:
         Whether it is known to have been started here.
     """
-    # a node may be run by itself, too
-    callers = dropwhile(lambda name: name.startswith(_BETWEEN), reversed(names))
-    return next(callers, "").startswith("backpack.")
+    last = max(
+        (i for i, x in enumerate(names) if x == "torch.autograd.graph"), default=0
+    )
+    before = [name for name in names[:last] if not name.startswith("torch.autograd")]
+    return bool(before) and before[-1].startswith("backpack.")

@@ -5,6 +5,7 @@ routing, sorting, time-first layers; with as many positions as samples and with 
 number of them."""
 
 from contextlib import nullcontext
+from copy import deepcopy
 from functools import partial
 from itertools import product
 from math import inf, prod
@@ -1806,6 +1807,50 @@ def in_front(m: Module, x: Tensor, has: Tensor) -> Tensor:
 def zeros(x: Tensor) -> Tensor:
     """Make a buffer with a row for each sample."""
     return x.new_zeros(len(x), 3)
+
+
+def constrain(x: Tensor) -> None:
+    """Write to views that are made without gradients, and read them."""
+    last = x[-1:]
+    last.fill_(0.5)
+    x.view(-1)[:1].copy_(last.flatten()[:1])
+    torch._foreach_mul_([last, *x[:-1].split(1)], 0.5)
+    x[0].add_(last.sum().item())
+
+
+# In front of the operations of a model; f [N, D]
+WITHOUT_GRADIENTS: Dict[str, Callable[[Module, Tensor], None]] = {
+    "row-of-a-weight": lambda m, f: constrain(m.f.weight),
+    "entries-of-a-parameter": lambda m, f: m.w[:1].clamp_(max=0.1),
+    "view-read-after-its-base": lambda m, f: m.w[:1].add_(m.w.view(-1).abs_().max()),
+    "buffer-of-a-view": lambda m, f: m.state.copy_(m.w[:2].fill_(0.5)),
+    "rows-of-samples": lambda m, f: f[:, 0].clamp_(max=0.1),
+    "read-as-a-number": lambda m, f: f[:, 1:].mul_(f[:, :1].fill_(0.5)).sum().item(),
+    "parts": lambda m, f: [x.mul_(0.5) for x in f.split(1, 1)][0].max(),
+}
+
+
+@pytest.mark.parametrize("name", WITHOUT_GRADIENTS)
+def test_views_written_to_without_gradients(name: str) -> None:
+    """PyTorch does not tell what they come from; nobody needs to know."""
+
+    def forward(m: Module, x: Tensor) -> Tensor:
+        f = m.f(x)
+        with torch.no_grad():
+            WITHOUT_GRADIENTS[name](m, f)
+        return f * m.w + m.state.sum()
+
+    torch.manual_seed(0)
+    state, (x,) = nn.Buffer(torch.zeros(2, dtype=F64)), randn(D)()
+    model = Lambda(forward, f=nn.Linear(D, D), w=param(D), state=state).to(F64)
+    plain = deepcopy(model)
+    losses = plain(x).square().sum(1)
+    with backpack(BatchGrad()):
+        extend(model)(x).square().sum().backward()
+    for p, q in zip(model.parameters(), plain.parameters()):
+        assert torch.equal(p, q)
+        assert_agrees(p.grad_batch, jacobian(losses, [q])[0])
+    assert torch.equal(model.state, plain.state)
 
 
 # Rows of a buffer into which not every sample is written: z [N, 3] of x [N, D]

@@ -1072,6 +1072,30 @@ def test_rows_of_nobody(name: str, count: int) -> None:
     assert_refused(row, "BatchGrad")
 
 
+# Of h [N, D], whose rows parameters were written to, and which are no sample's
+MEET_IN_PARTS: Dict[str, Callable[[Tensor], Tensor]] = {
+    "column": lambda h: h * h[:, 1].sum(),
+    "columns": lambda h: h.cos() + h[:, :2].mean(),
+    "centered": lambda h: torch.stack([h[:, 0], h[:, 1] - h[:, 1].mean()], 1),
+    "counted": lambda h: h + h[:, 1].cumsum(0)[:, None],
+    "neighbours": lambda h: torch.hstack([h, h[:, 1:2].roll(1, 0) * h[:, 1:2]]),
+}
+
+
+@pytest.mark.parametrize("quantity", ["BatchGrad", "DiagGGNExact"])
+@pytest.mark.parametrize("name", MEET_IN_PARTS)
+def test_rows_of_nobody_that_meet_in_parts(name: str, quantity: str) -> None:
+    """Rows of several samples are no single one's, where some entries are one's."""
+
+    def forward(m: Module, x: Tensor) -> Tensor:
+        h = x + 0
+        h[:] = m.p
+        return MEET_IN_PARTS[name](h)
+
+    row = Row(lambda: Lambda(forward, p=param(D)), randn(D), says="__setitem__")
+    assert_refused(row, quantity)
+
+
 ROWS_OF_CONSTANTS: Dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     **{name: ROWS_OF_NOBODY[name] for name in ("behind", "in-front")},
     "padded": lambda x, c: F.pad(x, (0, 0, 0, len(c))),

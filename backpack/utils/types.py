@@ -24,6 +24,7 @@ from typing import (
 import torch
 from torch import Generator, Tensor
 from torch._C import _functorch as functorch
+from torch.autograd.graph import Node
 from torch.nn import Module, Parameter
 from torch.utils._pytree import tree_leaves
 
@@ -279,6 +280,22 @@ def version_of(x: Tensor) -> int:
         The number; zero for one made in inference mode, for which nobody counts.
     """
     return 0 if x.is_inference() else x._version
+
+
+def node_of(x: Tensor) -> Optional[Node]:
+    """Return the node of the autograd graph that a tensor comes from.
+
+    Args:
+        x: Tensor.
+
+    Returns:
+        Its ``grad_fn``; ``None`` without one, and for a view that was made without
+        gradients before its base was written to, of which PyTorch refuses to tell it.
+    """
+    try:
+        return x.grad_fn
+    except RuntimeError:
+        return None
 
 
 def versions_of(values: Iterable[Any]) -> List[int]:

@@ -28,6 +28,8 @@ from backpack.engine.nodes.vjp import pull
 from backpack.utils.hooks import without_hooks
 from backpack.utils.state import State, out_of_sight
 
+_SEVERAL = -2  # in place of a sample's number
+
 
 def starts(inspection: Inspection) -> list[Origin]:
     """List where samples are separate: at losses' predictions, or at outputs.
@@ -70,7 +72,7 @@ def columns(origin: Origin) -> Iterator[tuple[int, int, Tensor]]:
 def find_owners(inspection: Inspection, current: State) -> None:
     """Let entries of uses that no sample has entered be of whom their gradient is.
 
-    What comes from several samples, or from none, stays nobody's.
+    What comes from none stays nobody's, and all of it where some comes from several.
 
     Args:
         inspection: The graph.
@@ -94,7 +96,8 @@ def find_owners(inspection: Inspection, current: State) -> None:
                 known = use.placements[index]
                 numbers = sample_numbers(known, shape, use.n, own.device)
                 numbers = numbers.where(numbers >= 0, own.reshape(shape))
-                where = simplify(numbers, use.n, fills=True)
+                is_mixed = bool((numbers == _SEVERAL).any())
+                where = None if is_mixed else simplify(numbers, use.n, fills=True)
                 if where is not None:  # else, entries of nobody's have no gradient
                     use.placements[index] = where
 
@@ -109,7 +112,7 @@ def _owners_at(
         inspection: The graph.
 
     Returns:
-        For each of them, by size of the batch: numbers, -1 for several samples or none.
+        For each of them, by size of the batch: numbers, -1 for no sample.
     """
     seen: list[dict[tuple, Tensor]] = [{} for _ in edges]
     for origin in starts(inspection):
@@ -124,8 +127,9 @@ def _owners_at(
 
 def _decoded(known: dict[tuple, Tensor], n: int) -> Tensor:
     """Put numbers together whose bits are known."""
-    own, sure = torch.zeros(()), torch.ones(())
+    own, several = torch.zeros(()), torch.zeros(())
     for bit in bits(n):
         ones, zeros = known[n, bit, 1], known[n, bit, 0]
-        own, sure = own + (ones.long() << bit), sure * (ones ^ zeros)
-    return torch.where(sure > 0, own, -1).long()
+        own, several = own + (ones.long() << bit), several + (ones & zeros)
+    own = torch.where(ones | zeros, own, -1)  # with any bit, it is one or the other
+    return torch.where(several > 0, _SEVERAL, own).long()

@@ -79,7 +79,7 @@ from backpack.utils.compiling import is_indivisible, skipped, untraced
 from backpack.utils.disable import disable
 from backpack.utils.hooks import modules_in, parameters_of
 from backpack.utils.state import in_function, state
-from backpack.utils.types import decides, handed_on, tensors_in, version_of
+from backpack.utils.types import decides, handed_on, node_of, tensors_in, version_of
 
 _SHAPELESS = {UninitializedParameter, UninitializedBuffer}  # of lazy layers
 
@@ -195,7 +195,7 @@ class Tracker(LowMode):
             if not constants:
                 return run(*args, **kwargs)
             out, saved = saved_tensors.run(run, args, kwargs)
-            if not all(x.grad_fn or isinstance(x, Parameter) for x in constants):
+            if not all(isinstance(x, Parameter) or node_of(x) for x in constants):
                 note_constants(out)  # or another leaf would seem to be an input
             if saved:
                 saved_tensors.note(tensors_in(out), saved)
@@ -219,7 +219,7 @@ class Tracker(LowMode):
             kind = type(x)
             if kind is Tensor or kind is Parameter or isinstance(x, Tensor):
                 mark = mark_of(x)
-                if mark and mark[0] is self.key and not is_function(x.grad_fn):
+                if mark and mark[0] is self.key and not is_function(node_of(x)):
                     placement = mark[1]
                 else:
                     placement = self.find_placement(x)
@@ -265,7 +265,7 @@ class Tracker(LowMode):
         """
         placement = self._finder.of(x)
         known = placement is not None
-        if known and is_function(x.grad_fn):
+        if known and is_function(node_of(x)):
             known = self._is_known(x, placement)
         return placement if known else self._unmarked(x)
 
@@ -275,7 +275,7 @@ class Tracker(LowMode):
             self.place(x, NESTED)
             return NESTED
         placement = None if x._base is None else self._of_view(x, x._base)
-        if placement is None and x.grad_fn is not None:
+        if placement is None and node_of(x) is not None:
             placement = self._explained(x)
         return placement
 
@@ -440,7 +440,7 @@ class Tracker(LowMode):
             if forward_ad._current_level >= 0:  # it is a tangent
                 return Mixed("forward-mode differentiation", False)
             places = [self._finder.of(y) for y in data if y.requires_grad]
-            if x.grad_fn is not None and any(map(has_gaps, places)):
+            if any(map(has_gaps, places)) and node_of(x) is not None:
                 # entries that no sample has entered are no constant of their own
                 return unentered(x, self.n)
         return placement
@@ -459,8 +459,8 @@ class Tracker(LowMode):
                 owner = None if earlier and placement.is_known else self.owner
                 if owner is not None and placement.module is None:
                     placement = placement._replace(module=owner.module_ref)
-                if x.grad_fn is not None:
-                    x.grad_fn.metadata.setdefault(MEETING, placement)
+                if (node := node_of(x)) is not None:
+                    node.metadata.setdefault(MEETING, placement)
             self.place(x, placement, late)
 
     def place(self, x: Tensor, placement: Placement, shared: bool = False) -> None:
@@ -488,7 +488,7 @@ class Tracker(LowMode):
         Args:
             outputs: What the model returned.
         """
-        met, outs = self._finder.dropped, [x for x in outputs if x.grad_fn is not None]
+        met, outs = self._finder.dropped, [x for x in outputs if node_of(x) is not None]
         for x in outs:
             if is_function(x.grad_fn) or mark_of(x) is None:  # nothing was seen
                 self.find_placement(x)

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_map_only
 
 from backpack.utils.hooks import names_of, no_op
 from backpack.utils.state import state
-from backpack.utils.types import is_inexact, place_of
+from backpack.utils.types import is_inexact, node_of, place_of
 
 SAVED = "backpack.saved"  # where a node of a constant's graph keeps what was saved
 
@@ -179,8 +179,8 @@ def note(outputs: Iterable[Tensor], saved: Sequence[Saved]) -> None:
         saved: What was saved.
     """
     for x in outputs:
-        if x.grad_fn is not None:
-            x.grad_fn.metadata.setdefault(SAVED, []).extend(saved)
+        if (node := node_of(x)) is not None:
+            node.metadata.setdefault(SAVED, []).extend(saved)
 
 
 def fetch(saved: Iterable[Saved]) -> None:

@@ -27,7 +27,7 @@ from backpack.engine.samples.probes import Known, Source, probe, takes_any
 from backpack.utils.hooks import without_hooks
 from backpack.utils.parallel import SINKS, communicates
 from backpack.utils.state import out_of_sight
-from backpack.utils.types import tensors_in
+from backpack.utils.types import node_of, tensors_in
 
 IN_PLACE = "in place of a parameter"  # and this, if all the same some may be
 KNOWN = "backpack.known"  # where a node keeps what was found of its outputs
@@ -86,15 +86,15 @@ def explain(x: Tensor, enters: bool = False) -> Known | None:
         graph and nothing is known of it. If a model is called with it, ``INPUT`` for
         what was made of inputs.
     """
-    mark = mark_of(x)
-    if mark and (x.grad_fn is None or mark[1] is not None and not mark[0].is_over):
+    mark, node = mark_of(x), node_of(x)
+    if mark and (node is None or mark[1] is not None and not mark[0].is_over):
         known = None if mark[1] is None else Known(mark[1], mark[0].n)
-    elif x.grad_fn is None:
+    elif node is None:
         return None
     else:
         edge = edge_of(x)
         known = _known_at(edge, x)
-        if known and not is_function(x.grad_fn):
+        if known and not is_function(node):
             return known  # with nothing between: the most frequent case
         if enters and _is_made_of_inputs(edge):
             return INPUT
@@ -105,7 +105,7 @@ def explain(x: Tensor, enters: bool = False) -> Known | None:
         if known is None:  # the next one in a chain needs not look again
             note_constants(x)
         mark = None
-    if known is not None and (mark is None or is_function(x.grad_fn)):
+    if known is not None and (mark is None or is_function(node)):
         note_functions(x, known)
     return known
 
@@ -132,8 +132,8 @@ def note_constants(made: Any, in_place: bool = False) -> None:
             parameters' places. Default: ``False``.
     """
     for x in tensors_in(made):
-        if x.grad_fn is not None:
-            x.grad_fn.metadata.setdefault(CONSTANT, IN_PLACE if in_place else True)
+        if (node := node_of(x)) is not None:
+            node.metadata.setdefault(CONSTANT, IN_PLACE if in_place else True)
 
 
 def is_constant(x: Tensor) -> bool:
@@ -145,7 +145,8 @@ def is_constant(x: Tensor) -> bool:
     Returns:
         Whether it has.
     """
-    return x.grad_fn is not None and x.grad_fn.metadata.get(CONSTANT) is True
+    node = node_of(x)
+    return node is not None and node.metadata.get(CONSTANT) is True
 
 
 def note_functions(x: Tensor, known: Known) -> None:

@@ -94,7 +94,7 @@ def mark_of(x: Tensor) -> Mark | None:
     """
     mark = getattr(x, MARK, None)
     if mark and mark[2] != version_of(x):
-        if x.grad_fn is not None or x._base is not None:  # which tell it anew
+        if x._base is not None or x.grad_fn is not None:  # which tell it anew
             return None
     return mark
 

@@ -2438,3 +2438,33 @@ def test_autocast_inside_with_quantities():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), Autocast(enabled=False), nn.Linear(4, 3))
     check_quantities(model.double(), torch.randn(N, 4).double())
+
+
+def keeps_state(self, x, refused):
+    """Write to buffers, dictionaries and lists; may depend on numbers."""
+    h = self.lin(x)
+    self.mean = self.mean * 0.9 + 0.1 * h.detach().mean(0)
+    self.cache["last"] = h
+    self.cache["all"].append(h)
+    return h * 2 if not refused or h.sum() > 0 else h
+
+
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("refused", [False, True])
+def test_state_is_as_before(refused, inside):
+    """Whether it is converted or refused, a model has nothing of the tracer's."""
+    model = Lambda(partial(keeps_state, refused=refused), lin=nn.Linear(4, 4))
+    model.register_buffer("mean", torch.zeros(4))
+    model.cache = {"all": [], "none": None}
+    mean, cache = model.mean, model.cache
+    whole = nn.Sequential(model, nn.Linear(4, 2)) if inside else model
+    if inside:  # it is kept whole
+        assert model in convert_module_to_backpack(whole, debug=False).modules()
+    elif refused:
+        with pytest.raises(NotImplementedError, match="control flow"):
+            convert_module_to_backpack(whole, debug=False)
+    else:
+        with pytest.warns(UserWarning, match=r"\['cache', 'mean'\]"):
+            convert_module_to_backpack(whole, debug=False)
+    assert model.mean is mean and model.cache is cache
+    assert cache == {"all": [], "none": None}

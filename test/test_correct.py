@@ -1423,6 +1423,20 @@ def test_backward_inputs_of_uses(name: str) -> None:
     assert [hasattr(p, ext.savefield) for p in model.parameters()] == [0, 0, 1, 1]
 
 
+@pytest.mark.parametrize("first", [False, True])
+@pytest.mark.parametrize("name", ["DiagHessian", "HMP", "GGNMP", "PCHMP"])
+def test_call_with_what_is_computed_from_parameters(name: str, first: bool) -> None:
+    """What needs a single call is refused where another has expressions in places."""
+    model, loss = extend(nn.Linear(3, 2)), extend(nn.MSELoss())
+    x, y = torch.rand(4, 3), torch.rand(4, 2)
+    scaled = {name: 2 * p for name, p in model.named_parameters()}
+    calls = [lambda: model(x), lambda: torch.func.functional_call(model, scaled, x)]
+    values = [loss(call(), y) for call in (reversed(calls) if first else calls)]
+    with pytest.raises(NotImplementedError, match="single call.*several calls"):
+        with backpack(getattr(extensions, name)()):
+            sum(values).backward()
+
+
 def test_hessian_of_data() -> None:
     """Products with a Hessian with respect to data leave no parts of values, either."""
     model, loss, (x,), y = small()

@@ -1,7 +1,8 @@
 """Tracing a model into a graph without changing it, and without losing anything."""
 
 import builtins
-from collections import Counter
+import operator
+from collections import Counter, OrderedDict, defaultdict, deque
 from contextlib import ExitStack, contextmanager
 from copy import copy, deepcopy
 from functools import partial, wraps
@@ -37,6 +38,7 @@ RANDOM_FACTORIES = ("rand", "randint", "randn", "randperm", "normal", "bernoulli
 # Functions that take nothing but a bool for the training flag
 DROPOUTS = ("dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout")
 
+_CONTAINERS = (dict, OrderedDict, defaultdict, list, set, deque)
 _REQUIRES_GRAD: Any = Tensor.requires_grad
 _APPLY = vars(Function)["apply"]
 
@@ -122,31 +124,63 @@ def _refusing(reason: str) -> Callable:
     return refuse
 
 
-def _attributes(module: Module) -> Dict[str, Any]:
-    return {k: v for k, v in module.__dict__.items() if k != "training"}
+class _State:
+    """The attributes of a module, and what is in the containers among them."""
+
+    def __init__(self, module: Module):
+        """Look at them.
+
+        Args:
+            module: The module.
+        """
+        self._module = module
+        self._attributes = self._look()
+        self._inside: Dict[int, Tuple[str, Any, Any]] = {}
+        for name, value in self._attributes.items():
+            self._look_into(name, value)
+
+    def _look(self) -> Dict[str, Any]:
+        return {k: v for k, v in vars(self._module).items() if k != "training"}
+
+    def _look_into(self, name: str, value: Any) -> None:
+        """Remember what is in a container, and in those inside of it."""
+        if type(value) in _CONTAINERS and id(value) not in self._inside:
+            self._inside[id(value)] = name, value, copy(value)
+            for item in value.values() if isinstance(value, dict) else value:
+                self._look_into(name, item)
+
+    def restore(self) -> Set[str]:
+        """Undo what tracing a forward did to them.
+
+        Returns:
+            Names of the attributes that were set, or written into.
+        """
+        missing, before, state = object(), self._attributes, vars(self._module)
+        now = self._look()
+        changed = {k for k, v in now.items() if before.get(k, missing) is not v}
+        for name in changed:
+            del state[name]
+        state.update(before)
+        for name, value, old in self._inside.values():
+            if not _is_same(value, old):
+                is_own = name in ("_buffers", "_parameters", "_modules")
+                changed |= _changes(value, old) if is_own else {name}
+                value.clear()
+                (value.extend if hasattr(value, "extend") else value.update)(old)
+        # This is how the tracer stores tensors that the forward makes
+        return {name for name in changed if not name.startswith("_tensor_constant")}
 
 
-def _restore(module: Module, attributes: Dict[str, Any]) -> Set[str]:
-    """Undo what tracing a forward did to the attributes of a module.
+def _is_same(one: Any, other: Any) -> bool:
+    """Tell whether two containers of a kind have the same objects."""
+    if isinstance(one, dict):
+        return [*one] == [*other] and _is_same([*one.values()], [*other.values()])
+    return len(one) == len(other) and all(map(operator.is_, one, other))
 
-    Args:
-        module: The module.
-        attributes: Its attributes before.
 
-    Returns:
-        Names of the attributes that were set.
-    """
-    missing = object()
-    changed = {
-        name
-        for name, value in _attributes(module).items()
-        if attributes.get(name, missing) is not value
-    }
-    for name in changed:
-        del module.__dict__[name]
-    module.__dict__.update(attributes)
-    # This is how the tracer stores tensors that the forward makes
-    return {name for name in changed if not name.startswith("_tensor_constant")}
+def _changes(one: Dict[str, Any], other: Dict[str, Any]) -> Set[str]:
+    """Find the names under which two dictionaries have other objects."""
+    return {k for k in {*one, *other} if one.get(k) is not other.get(k)}
 
 
 class Converted(GraphModule):
@@ -208,7 +242,7 @@ def _trace_once(root: Module, keep_whole: Tuple[str, ...]) -> GraphModule:
         if path and (module._backward_hooks or module._backward_pre_hooks):
             raise Untraceable(path, "it has a backward hook")
     modes = {module: module.training for module in traced.values()}
-    attributes = {path: _attributes(module) for path, module in traced.items()}
+    states = {path: _State(module) for path, module in traced.items()}
     try:
         for module, mode in modes.items():
             flag = TrainingFlag(mode)
@@ -233,7 +267,7 @@ def _trace_once(root: Module, keep_whole: Tuple[str, ...]) -> GraphModule:
     finally:
         for module, mode in modes.items():
             module.__dict__["training"] = mode
-        changes = {path: _restore(m, attributes[path]) for path, m in traced.items()}
+        changes = {path: state.restore() for path, state in states.items()}
 
     for path, names in changes.items():
         if names and path != "":

@@ -477,8 +477,8 @@ class Turn:
         saved = self.backward_pass.saved_alone
         group = self.backward_pass.group_of.get(param)
         owners = [] if group is None else [use.owner for use in group.uses]
-        inside = set(self.module.modules())
-        here = [owner is not None and owner.module in inside for owner in owners]
+        inside = {*self.module.modules()} - {self.module}  # not other calls of its own
+        here = [x is self.call or x is not None and x.module in inside for x in owners]
         # none is here where the call computes no data, but what a use takes
         if len(set(here)) > 1 or (extension, param) in saved:
             refuse_several_calls(extension, self.module)

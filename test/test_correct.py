@@ -1437,6 +1437,51 @@ def test_call_with_what_is_computed_from_parameters(name: str, first: bool) -> N
             sum(values).backward()
 
 
+CHANGED_INPUT: Dict[str, Tuple[Callable[[], Module], Tuple[int, ...]]] = {
+    "Linear": (lambda: nn.Linear(4, 2), (3, 4)),
+    "Conv1d": (lambda: nn.Conv1d(2, 2, 2), (3, 2, 4)),
+    "ConvTranspose2d": (lambda: nn.ConvTranspose2d(2, 2, 2), (3, 2, 2, 2)),
+    "BatchNorm1d": (lambda: nn.BatchNorm1d(4).eval(), (3, 4)),
+    "PReLU": (nn.PReLU, (3, 4)),
+    "parametrized": (lambda: doubled(nn.Linear(4, 2)), (3, 4)),
+}
+
+
+def doubled(layer: Module) -> Module:
+    """Let a layer's weight be twice a parameter."""
+    double = Lambda(lambda m, weight: 2 * weight)
+    parametrize.register_parametrization(layer, "weight", double)
+    return layer
+
+
+@pytest.mark.parametrize("name", CHANGED_INPUT)
+def test_hook_that_changes_the_input(name: str) -> None:
+    """A layer sees what a hook has made of the input, and it is made only once."""
+    torch.manual_seed(0)
+    make, shape = CHANGED_INPUT[name]
+    layer, x = make().double(), torch.randn(shape, dtype=F64)
+    layer.register_forward_pre_hook(lambda module, inputs: (1.5 * inputs[0],))
+    last = nn.Linear(layer(x).flatten(1).shape[1], 2).double()
+    model = extend(nn.Sequential(layer, nn.Flatten(), nn.Sigmoid(), last))
+    loss, y = extend(nn.MSELoss()), torch.randn(3, 2, dtype=F64)
+    *_, weight = layer.parameters() if name == "parametrized" else [layer.weight]
+    layer.train(name != "BatchNorm1d")
+
+    def value(*instead: Tensor) -> Tensor:
+        key = next(k for k, p in model.named_parameters() if p is weight)
+        with disable():
+            return loss(torch.func.functional_call(model, {key: instead[0]}, x), y)
+
+    size = weight.numel()
+    hessian = torch.autograd.functional.hessian(value, weight.detach())
+    with backpack(extensions.HMP(), extensions.DiagHessian(), DiagGGNExact()):
+        loss(model(x), y).backward()
+    columns = torch.eye(size, dtype=F64).reshape(size, *weight.shape)
+    oracle.assert_agrees(weight.hmp(columns), hessian.reshape(columns.shape))
+    diagonal = hessian.reshape(size, size).diagonal().reshape(weight.shape)
+    oracle.assert_agrees(weight.diag_h, diagonal)
+
+
 def test_hessian_of_data() -> None:
     """Products with a Hessian with respect to data leave no parts of values, either."""
     model, loss, (x,), y = small()
@@ -1976,6 +2021,16 @@ def test_coupled_samples(row: str, ext: type) -> None:
     """A batch normalization in training mode is refused or warned about."""
     messages = said(lambda: use(ext())(*COUPLED[row].build()))
     assert any("BatchNorm1d" in m and "training mode" in m for m in messages), messages
+
+
+@pytest.mark.parametrize("ext", [BatchGrad, Variance, BatchL2Grad, DiagGGNExact])
+def test_coupled_samples_without_statistics(ext: type) -> None:
+    """Without running statistics, samples meet in either mode; ``eval`` is no way."""
+    row = batch_norm(track_running_stats=False)._replace(train=False)
+    pattern = "(?s)BatchNorm1d.*keeps no running statistics.*track_running_stats=True"
+    refused = pytest.raises(NotImplementedError, match=pattern)
+    with pytest.warns(UserWarning, match=pattern) if ext is BatchGrad else refused:
+        use(ext())(*row.build())
 
 
 @pytest.mark.parametrize("ext", [BatchGrad, DiagGGNExact])

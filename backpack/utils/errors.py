@@ -16,8 +16,8 @@ from backpack.utils.state import state
 BATCH_NORM_TRAIN = (
     "{exts}{module} {reason}: it normalizes with statistics of the whole "
     "mini-batch, so the loss is no sum of per-sample losses and quantities of "
-    "individual samples are not defined. Call `.eval()` on the module, or replace it "
-    "with a layer that treats samples separately, e.g. `GroupNorm`."
+    "individual samples are not defined. {way}, or replace it with a layer that treats "
+    "samples separately, e.g. `GroupNorm`."
 )
 ALONG_SAMPLES = (
     "{exts}{module} acts along axis 0 of its input of shape {shape}, where the samples "
@@ -145,13 +145,14 @@ def batch_norm_raise_error_if_train(
         NotImplementedError: If the module couples samples and ``raise_error``.
     """
     if module.training:
-        reason = "is in training mode"
+        reason, way = "is in training mode", "Call `.eval()` on the module"
     elif module.running_mean is None:
         reason = "keeps no running statistics"
+        way = "Let it keep some (`track_running_stats=True`)"
     else:
         return
     exts = _active_extensions()
-    text = message(BATCH_NORM_TRAIN, exts=exts, module=module, reason=reason)
+    text = message(BATCH_NORM_TRAIN, exts=exts, module=module, reason=reason, way=way)
     if raise_error:
         raise NotImplementedError(text)
     warn_user(text)

@@ -1,6 +1,7 @@
 """Products with the Jacobians of a module's parameters, see ``input_base.py``."""
 
 from abc import ABC
+from collections import OrderedDict
 from functools import partial
 from typing import Any, Callable, Sequence, Tuple
 
@@ -222,7 +223,12 @@ class BaseParameterDerivatives(BaseDerivatives, ABC):
             param, y = stored.evaluate_parameter(module, param_str)
             return stack([R_op(y, param, v)[0] for v in mat])
         args, kwargs = stored.by_name(module, stored.stored_inputs(module))
-        scratch = stored.scratch_copy(module)
+        # the inputs are what hooks have made
+        none: Any = {
+            "_forward_hooks": OrderedDict(),
+            "_forward_pre_hooks": OrderedDict(),
+        }
+        scratch = stored.scratch_copy(module, **none)
         zeros = {name: zeros_like(p) for name, p in module.named_parameters()}
         with no_grad():
             values = ({**zeros, param_str: v} for v in mat)

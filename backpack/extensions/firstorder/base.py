@@ -72,8 +72,7 @@ class BuiltIn(FirstOrderModuleExtension):
         """
         turn = current_turn()
         if isinstance(module, _BatchNorm):
-            refuse = extension.refuses_coupled_samples and module.training
-            check_batch_norm(turn, refuse)
+            check_batch_norm(turn, extension.refuses_coupled_samples)
         if extension not in turn.backward_pass.state.active_exts:
             extension.compute_by_hand(turn)
 

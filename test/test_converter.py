@@ -2468,3 +2468,56 @@ def test_state_is_as_before(refused, inside):
             convert_module_to_backpack(whole, debug=False)
     assert model.mean is mean and model.cache is cache
     assert cache == {"all": [], "none": None}
+
+
+def of_scalars(self, x):
+    """Fill rows of a tensor that no input has entered."""
+    z = torch.zeros(4, 4)
+    z[0] = self.lin(x)[0]
+    return z
+
+
+def of_scalars_added(self, x):
+    """Add to such a tensor."""
+    z = torch.ones(4, 4)
+    z += self.lin(x)
+    return z.square()
+
+
+def of_scalars_in_parts(self, x):
+    """Write to views of such a tensor."""
+    z = torch.zeros(4, 4)
+    for i in range(4):
+        z[i].copy_(self.lin(x)[i])
+    return z
+
+
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("write", [of_scalars, of_scalars_added, of_scalars_in_parts])
+def test_tensors_of_no_input(write, inside):
+    """What calls would share is refused, with a way out, or kept whole in a module."""
+    torch.manual_seed(0)
+    model, x = Lambda(write, lin=nn.Linear(4, 4)), torch.rand(4, 4)
+    if inside:
+        whole = nn.Sequential(model, nn.Linear(4, 2))
+        converted = convert_module_to_backpack(whole, debug=False)
+        for _ in range(2):
+            check_same(whole, converted, x)
+        return
+    with pytest.raises(NotImplementedError, match="made of no input.*new_zeros"):
+        convert_module_to_backpack(model, debug=False)
+
+
+@pytest.mark.parametrize("view", ["as_strided", "moveaxis", "hsplit", "adjoint"])
+def test_views_written_to(view):
+    """A view of any name that is written to is one, whose base is not used later."""
+    args = {"as_strided": ((2,), (1,)), "moveaxis": (0, 1), "hsplit": (2,)}
+
+    def forward(self, x):
+        h = self.lin(x)
+        part = getattr(h, view)(*args.get(view, ()))
+        part[0].neg_()
+        return h
+
+    with pytest.raises(NotImplementedError, match="in place that is also used later"):
+        convert_module_to_backpack(Lambda(forward, lin=nn.Linear(4, 4)), debug=False)

@@ -1482,6 +1482,28 @@ def test_hook_that_changes_the_input(name: str) -> None:
     oracle.assert_agrees(weight.diag_h, diagonal)
 
 
+class Tanh(nn.Tanh):
+    """A parametrization that is set to something else than it is."""
+
+    def right_inverse(self, weight: Tensor) -> Tensor:
+        """Return no inverse."""
+        return 2 * weight
+
+
+@pytest.mark.parametrize("name", ["DiagHessian", "BatchDiagHessian", "KFRA"])
+def test_parametrized_since_the_call(name: str) -> None:
+    """What has become an expression meanwhile is refused, and nobody writes to it."""
+    model, loss, (x,), y = small()
+    model, loss = extend(model), extend(loss)
+    value = loss(model(x), *y)
+    parametrize.register_parametrization(model[0], "weight", Tanh())
+    before = {key: x.clone() for key, x in model.state_dict().items()}
+    with pytest.raises(RuntimeError, match="modified after the call"):
+        with backpack(getattr(extensions, name)()):
+            value.backward()
+    assert all(torch.equal(x, before[key]) for key, x in model.state_dict().items())
+
+
 def test_hessian_of_data() -> None:
     """Products with a Hessian with respect to data leave no parts of values, either."""
     model, loss, (x,), y = small()
@@ -2031,6 +2053,16 @@ def test_coupled_samples_without_statistics(ext: type) -> None:
     refused = pytest.raises(NotImplementedError, match=pattern)
     with pytest.warns(UserWarning, match=pattern) if ext is BatchGrad else refused:
         use(ext())(*row.build())
+
+
+def test_coupled_samples_checked() -> None:
+    """With ``check``, it is the batch normalization that is named, too."""
+    says = "(?s)BatchNorm1d.*is in training mode.*statistics of the whole mini-batch"
+    model, loss, X, y = COUPLED["trainable"].build()
+    value = extend(loss)(extend(model)(*X), *y)
+    with pytest.raises(NotImplementedError, match=says):
+        with backpack(BatchGrad(), check=True):
+            value.backward()
 
 
 @pytest.mark.parametrize("ext", [BatchGrad, DiagGGNExact])

@@ -19,6 +19,10 @@ VIEW_MODULES = (
     *(nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d),
 )
 
+WRITTEN = (
+    "it writes to a tensor that is made of no input, as by `zeros(3)`; make it of one, "
+    "by `x.new_zeros(3)` or `zeros_like(x)`"
+)
 ALIASED = (
     "Cannot convert: {node} changes a tensor in place that is also used later as "
     + "{alias}, a view of it or what it is a view of. Use an operation that is not in "
@@ -48,7 +52,9 @@ _OUT_OF_PLACE: Dict[Any, Callable] = {
     for name in dir(operator)
     if name.startswith("i") and hasattr(operator, f"__{name[1:]}__")
 }
-_OUT_OF_PLACE[operator.setitem] = setitem
+# of tensors that no input has entered yet
+_OUT_OF_PLACE.update({f"__{f.__name__}__": new for f, new in _OUT_OF_PLACE.items()})
+_OUT_OF_PLACE.update({operator.setitem: setitem, "__setitem__": setitem})
 
 
 def transform_inplace_to_normal(
@@ -100,7 +106,12 @@ def transform_inplace_to_normal(
             undo(node)
             continue
         if origin[source].op == "get_attr":
-            path = str(origin[source].target).rpartition(".")[0]
+            path, _, name = str(origin[source].target).rpartition(".")
+            if name.startswith("_tensor_constant"):  # which all calls would share
+                inside = [
+                    name for name, _ in node.meta.get("nn_module_stack", {}).values()
+                ]
+                raise Untraceable(inside[-1] if inside else "", WRITTEN)
             raise Untraceable(path, f"it changes its {origin[source].target} in place")
         if NO_GRAD in node.meta and NO_GRAD not in origin[source].meta:
             # its value changes, while its gradient stays what it was

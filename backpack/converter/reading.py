@@ -32,7 +32,19 @@ VIEW_NAMES = {
     *("squeeze", "unsqueeze", "expand", "expand_as", "broadcast_to", "narrow"),
     *("select", "chunk", "split", "tensor_split", "unbind", "unfold", "diagonal"),
     *("getitem", "detach", "data", "contiguous", "to", "type_as", "float", "double"),
-    *("half", "rearrange", "real", "imag", "broadcast_tensors"),
+    *("half", "rearrange", "real", "imag", "broadcast_tensors", "as_strided", "mH"),
+    *("hsplit", "vsplit", "dsplit", "split_with_sizes", "moveaxis", "adjoint", "alias"),
+    *("view_as_real", "view_as_complex", "atleast_1d", "atleast_2d", "atleast_3d"),
+    *(
+        "conj",
+        "positive",
+        "bfloat16",
+        "cpu",
+        "cuda",
+        "type",
+        "dropout",
+        "requires_grad_",
+    ),
 }
 # Operations that return parts of a tensor, one after the other
 PARTS = frozenset(

@@ -14,6 +14,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.func import functional_call
 from torch.nn import Module, Parameter
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.utils.parametrize import is_parametrized
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
@@ -376,6 +377,9 @@ def repeat(
         with kinds:
             if not own:
                 return scratch.forward(*args, **kwargs)
+            for path, _, name in (key.rpartition(".") for key in own):
+                if is_parametrized(scratch.get_submodule(path), name):  # since the call
+                    raise RuntimeError(message(NOT_REPEATED, module=module))
             # hooks may compute attributes, but the inputs are what they have made
             forward = scratch.forward
             vars(scratch)["forward"] = lambda *_, **__: forward(*args, **kwargs)

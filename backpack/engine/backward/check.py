@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.hooks import RemovableHandle
 
 from backpack.core.layout import Layout, has_bit, sample_numbers
@@ -16,6 +17,7 @@ from backpack.engine.backward.inspection import Inspection
 from backpack.engine.backward.reached import columns, starts
 from backpack.engine.nodes.graph import describe
 from backpack.engine.nodes.vjp import pull
+from backpack.utils.errors import batch_norm_raise_error_if_train
 from backpack.utils.hooks import without_hooks
 from backpack.utils.state import State
 
@@ -120,7 +122,8 @@ def check_isolation(inspection: Inspection, current: State) -> None:
         current: What is active.
 
     Raises:
-        RuntimeError: If samples are not isolated.
+        RuntimeError: If samples are not isolated, which is a ``NotImplementedError``
+            where a batch normalization couples them.
     """
     places = [
         (use, index, GradientEdge(node, number))
@@ -139,6 +142,9 @@ def check_isolation(inspection: Inspection, current: State) -> None:
                 for (use, index, _), g in zip(places, pulled):
                     if g is None or not _reaches_others(use, index, g, bit, wanted):
                         continue
+                    for call in inspection.calls:  # the one whose quantities are given
+                        if isinstance(call.module, _BatchNorm):
+                            batch_norm_raise_error_if_train(call.module)
                     text = NOT_ISOLATED.format(operation=use.describe())
                     raise RuntimeError(text)
 

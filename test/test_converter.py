@@ -2521,3 +2521,35 @@ def test_views_written_to(view):
 
     with pytest.raises(NotImplementedError, match="in place that is also used later"):
         convert_module_to_backpack(Lambda(forward, lin=nn.Linear(4, 4)), debug=False)
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_lists_of_tensors_written_to(inside):
+    """Functions that write to lists are refused, or kept whole in a module."""
+
+    def forward(self, x):
+        h = self.lin(x)
+        torch._foreach_neg_([h])
+        return h
+
+    torch.manual_seed(0)
+    model, x = Lambda(forward, lin=nn.Linear(4, 4)), torch.rand(3, 4)
+    if inside:
+        whole = nn.Sequential(model, nn.Linear(4, 2))
+        check_same(whole, convert_module_to_backpack(whole, debug=False), x)
+        return
+    with pytest.raises(NotImplementedError, match="a list of tensors.*_foreach_neg_"):
+        convert_module_to_backpack(model, debug=False)
+
+
+def test_written_to_by_name():
+    """What an operation in place gets by name is copied, too."""
+
+    def forward(self, x):
+        h = self.lin(x)
+        nn.init.constant_(h, 0.5)
+        return h * self.lin(x)
+
+    torch.manual_seed(0)
+    model, x = Lambda(forward, lin=nn.Linear(4, 4)), torch.rand(3, 4)
+    check_same(model, convert_module_to_backpack(model, debug=False), x)

@@ -175,6 +175,7 @@ def _copy_module(node: Node) -> None:
 
 
 def _clone_first(node: Node) -> None:
+    source = node.all_input_nodes[0]  # which may be given by name
     with node.graph.inserting_before(node):
-        clone = node.graph.call_method("clone", (node.args[0],))
-    node.update_arg(0, clone)
+        clone = node.graph.call_method("clone", (source,))
+    node.replace_input_with(source, clone)

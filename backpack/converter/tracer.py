@@ -357,6 +357,9 @@ class BackpackTracer(Tracer):
         if node.op == "call_function" and isinstance(out, (Node, tuple, list)):
             text = "it writes to a tensor that it passes as `out`"
             raise NotImplementedError(text)
+        name = getattr(target, "__name__", "")
+        if name.startswith("_foreach_") and name.endswith("_"):
+            raise NotImplementedError(f"it writes to a list of tensors, by `{name}`")
         if self._path and _makes_complex(node):
             module = self.root.get_submodule(self._path)
             if not any(True for _ in (*module.parameters(), *module.children())):

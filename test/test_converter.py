@@ -2553,3 +2553,31 @@ def test_written_to_by_name():
     torch.manual_seed(0)
     model, x = Lambda(forward, lin=nn.Linear(4, 4)), torch.rand(3, 4)
     check_same(model, convert_module_to_backpack(model, debug=False), x)
+
+
+CHANGED = {
+    "weight": lambda self: self.lin.weight.clamp_(-1, 1),
+    "row": lambda self: self.lin.weight[0].mul_(0.9),
+    "data": lambda self: self.lin.weight.data.clamp_(-1, 1),
+}
+
+
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("name", CHANGED)
+def test_layers_whose_parameters_are_changed(name, inside):
+    """The module that does it is kept whole; a model that does is refused."""
+
+    def forward(self, x):
+        with torch.no_grad():
+            CHANGED[name](self)
+        return self.lin(x)
+
+    torch.manual_seed(0)
+    model = Lambda(forward, lin=nn.Linear(4, 4))
+    if inside:
+        whole = nn.Sequential(model, nn.Linear(4, 2))
+        converted = convert_module_to_backpack(whole, debug=False)
+        assert model in converted.modules()
+        return
+    with pytest.raises(NotImplementedError, match="changes its lin.weight in place"):
+        convert_module_to_backpack(model, debug=False)

@@ -106,13 +106,13 @@ def transform_inplace_to_normal(
             undo(node)
             continue
         if origin[source].op == "get_attr":
-            path, _, name = str(origin[source].target).rpartition(".")
-            if name.startswith("_tensor_constant"):  # which all calls would share
-                inside = [
-                    name for name, _ in node.meta.get("nn_module_stack", {}).values()
-                ]
-                raise Untraceable(inside[-1] if inside else "", WRITTEN)
-            raise Untraceable(path, f"it changes its {origin[source].target} in place")
+            name = str(origin[source].target)
+            inside = [path for path, _ in node.meta.get("nn_module_stack", {}).values()]
+            is_fresh = name.startswith(
+                "_tensor_constant"
+            )  # which all calls would share
+            reason = WRITTEN if is_fresh else f"it changes its {name} in place"
+            raise Untraceable(inside[-1] if inside else "", reason)
         if NO_GRAD in node.meta and NO_GRAD not in origin[source].meta:
             # its value changes, while its gradient stays what it was
             reason = f"{source} is changed in place where gradients are switched off"

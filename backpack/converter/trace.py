@@ -341,7 +341,7 @@ def trace(root: Module, check: Optional[Callable] = None) -> GraphModule:
                 check(graph_module)
             return graph_module
         except Untraceable as error:
-            if error.path == "":
+            if error.path in ("", *keep_whole):  # nothing else can be done
                 raise NotImplementedError(
                     CANNOT_TRACE.format(name=type(root).__name__, reason=error.reason)
                 ) from error

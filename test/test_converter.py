@@ -2581,3 +2581,21 @@ def test_layers_whose_parameters_are_changed(name, inside):
         return
     with pytest.raises(NotImplementedError, match="changes its lin.weight in place"):
         convert_module_to_backpack(model, debug=False)
+
+
+def test_buffer_that_is_set_and_read():
+    """What a forward pass sets, and then reads, is what it has set."""
+
+    def forward(self, x):
+        h = self.lin(x)
+        self.mean = 0.9 * self.mean + 0.1 * h.detach().mean(0)
+        return h - self.mean
+
+    torch.manual_seed(0)
+    model, x = Lambda(forward, lin=nn.Linear(4, 4)), torch.rand(3, 4)
+    model.register_buffer("mean", torch.ones(4))
+    with pytest.warns(UserWarning, match=r"sets the attributes \['mean'\]"):
+        converted = convert_module_to_backpack(model, debug=False)
+    assert_agrees(converted(x), deepcopy(model)(x))
+    assert_agrees(converted(x), model(x))  # again from the beginning
+    assert converted.mean.equal(torch.ones(4))

@@ -272,6 +272,10 @@ def _trace_once(root: Module, keep_whole: Tuple[str, ...]) -> GraphModule:
     for path, names in changes.items():
         if names and path != "":
             raise Untraceable(path, f"it sets its attributes {sorted(names)}")
+    for name in changes[""]:
+        if isinstance(vars(graph_module).get(name), Proxy):  # as root had it meanwhile
+            delattr(graph_module, name)
+            graph_module.register_buffer(name, root._buffers[name])
     if changes[""]:
         own = sorted(changes[""])
         warn_user(LOST_STATE.format(name=type(root).__name__, attributes=own))

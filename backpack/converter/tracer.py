@@ -316,6 +316,21 @@ class BackpackTracer(Tracer):
         """
         return module_qualified_name in self.keep_whole or not is_opened(m)
 
+    def getattr(self, attr: str, attr_val: Any, *cache: Any) -> Any:
+        """Return an attribute of a module.
+
+        Args:
+            attr: Its name.
+            attr_val: Its value.
+            cache: Where proxies of parameters and buffers are kept.
+
+        Returns:
+            What the forward has set it to; else a parameter's or a buffer's proxy.
+        """
+        if isinstance(attr_val, Proxy):
+            return attr_val
+        return super().getattr(attr, attr_val, *cache)
+
     def proxy(self, node: Node) -> Proxy:
         """Create the proxy of a node.
 

@@ -355,8 +355,6 @@ class BackwardPass:
         # those used in the pass, too, have no value, rather than a part of it
         self.outside = {id(p): p for group in outside for p in group.params}
         self._find_groups([use for use in runs if runs[use]])
-        for ext in self.state.active_exts:
-            self.exempt(ext, self.outside.values())
         for call, node in list(self._idle.items()):
             if not will_run(node):
                 del self._idle[call]

@@ -2480,6 +2480,24 @@ def test_state_is_as_before(refused, inside):
     assert cache == {"all": [], "none": None}
 
 
+def kept_or_refused(forward, inside, says):
+    """Refuse a model for a reason; or keep it whole in another one, which is returned.
+
+    Returns:
+        The other model and what it is converted to, if there is one.
+    """
+    torch.manual_seed(0)
+    model = Lambda(forward, lin=nn.Linear(4, 4))
+    if inside:
+        whole = nn.Sequential(model, nn.Linear(4, 2))
+        converted = convert_module_to_backpack(whole, debug=False)
+        assert model in converted.modules()
+        return [(whole, converted)]
+    with pytest.raises(NotImplementedError, match=says):
+        convert_module_to_backpack(model, debug=False)
+    return []
+
+
 def of_scalars(self, x):
     """Fill rows of a tensor that no input has entered."""
     z = torch.zeros(4, 4)
@@ -2506,16 +2524,10 @@ def of_scalars_in_parts(self, x):
 @pytest.mark.parametrize("write", [of_scalars, of_scalars_added, of_scalars_in_parts])
 def test_tensors_of_no_input(write, inside):
     """What calls would share is refused, with a way out, or kept whole in a module."""
-    torch.manual_seed(0)
-    model, x = Lambda(write, lin=nn.Linear(4, 4)), torch.rand(4, 4)
-    if inside:
-        whole = nn.Sequential(model, nn.Linear(4, 2))
-        converted = convert_module_to_backpack(whole, debug=False)
+    says = "made of no input.*new_zeros"
+    for whole, converted in kept_or_refused(write, inside, says):
         for _ in range(2):
-            check_same(whole, converted, x)
-        return
-    with pytest.raises(NotImplementedError, match="made of no input.*new_zeros"):
-        convert_module_to_backpack(model, debug=False)
+            check_same(whole, converted, torch.rand(4, 4))
 
 
 @pytest.mark.parametrize("view", ["as_strided", "moveaxis", "hsplit", "adjoint"])
@@ -2542,14 +2554,9 @@ def test_lists_of_tensors_written_to(inside):
         torch._foreach_neg_([h])
         return h
 
-    torch.manual_seed(0)
-    model, x = Lambda(forward, lin=nn.Linear(4, 4)), torch.rand(3, 4)
-    if inside:
-        whole = nn.Sequential(model, nn.Linear(4, 2))
-        check_same(whole, convert_module_to_backpack(whole, debug=False), x)
-        return
-    with pytest.raises(NotImplementedError, match="a list of tensors.*_foreach_neg_"):
-        convert_module_to_backpack(model, debug=False)
+    says = "a list of tensors.*_foreach_neg_"
+    for whole, converted in kept_or_refused(forward, inside, says):
+        check_same(whole, converted, torch.rand(3, 4))
 
 
 def test_written_to_by_name():
@@ -2582,15 +2589,7 @@ def test_layers_whose_parameters_are_changed(name, inside):
             CHANGED[name](self)
         return self.lin(x)
 
-    torch.manual_seed(0)
-    model = Lambda(forward, lin=nn.Linear(4, 4))
-    if inside:
-        whole = nn.Sequential(model, nn.Linear(4, 2))
-        converted = convert_module_to_backpack(whole, debug=False)
-        assert model in converted.modules()
-        return
-    with pytest.raises(NotImplementedError, match="changes its lin.weight in place"):
-        convert_module_to_backpack(model, debug=False)
+    kept_or_refused(forward, inside, "changes its lin.weight in place")
 
 
 def test_buffer_that_is_set_and_read():

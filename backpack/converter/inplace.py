@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from backpack.converter import reading
 from backpack.converter.editing import change_node_to_module, recompile
-from backpack.converter.tracer import NO_GRAD, Untraceable
+from backpack.converter.tracer import MADE, NO_GRAD, Untraceable
 
 VIEW_MODULES = (
     *(nn.Identity, nn.Flatten, nn.Unflatten),
@@ -108,10 +108,9 @@ def transform_inplace_to_normal(
         if origin[source].op == "get_attr":
             name = str(origin[source].target)
             inside = [path for path, _ in node.meta.get("nn_module_stack", {}).values()]
-            is_fresh = name.startswith(
-                "_tensor_constant"
-            )  # which all calls would share
-            reason = WRITTEN if is_fresh else f"it changes its {name} in place"
+            reason = f"it changes its {name} in place"
+            if name.startswith(MADE):  # which all calls would share
+                reason = WRITTEN
             raise Untraceable(inside[-1] if inside else "", reason)
         if NO_GRAD in node.meta and NO_GRAD not in origin[source].meta:
             # its value changes, while its gradient stays what it was

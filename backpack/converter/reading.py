@@ -35,16 +35,8 @@ VIEW_NAMES = {
     *("half", "rearrange", "real", "imag", "broadcast_tensors", "as_strided", "mH"),
     *("hsplit", "vsplit", "dsplit", "split_with_sizes", "moveaxis", "adjoint", "alias"),
     *("view_as_real", "view_as_complex", "atleast_1d", "atleast_2d", "atleast_3d"),
-    *(
-        "conj",
-        "positive",
-        "bfloat16",
-        "cpu",
-        "cuda",
-        "type",
-        "dropout",
-        "requires_grad_",
-    ),
+    *("conj", "positive", "bfloat16", "cpu", "cuda", "type"),
+    *("dropout", "requires_grad_"),
 }
 # Operations that return parts of a tensor, one after the other
 PARTS = frozenset(

@@ -20,6 +20,7 @@ from torch.nn import Module
 
 from backpack.converter.reading import leaves
 from backpack.converter.tracer import (
+    MADE,
     SETS,
     BackpackTracer,
     TrainingFlag,
@@ -167,8 +168,7 @@ class _State:
                 changed |= _changes(value, old) if is_own else {name}
                 value.clear()
                 (value.extend if hasattr(value, "extend") else value.update)(old)
-        # This is how the tracer stores tensors that the forward makes
-        return {name for name in changed if not name.startswith("_tensor_constant")}
+        return {name for name in changed if not name.startswith(MADE)}
 
 
 def _is_same(one: Any, other: Any) -> bool:

@@ -22,6 +22,7 @@ from backpack.utils.hooks import has_own_rule
 
 _IS_INSTANCE, _LEN = isinstance, len  # in whose place there are others meanwhile
 NO_GRAD, CLASS = "no_grad", "class"  # keys in the metadata of nodes
+MADE = "_tensor_constant"  # how torch.fx names tensors that a forward makes of no input
 
 # Functions that make complex numbers, besides all in torch.fft
 MAKES_COMPLEX = ("view_as_complex", "complex", "polar", "stft", "cfloat", "cdouble")

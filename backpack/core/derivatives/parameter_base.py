@@ -1,12 +1,10 @@
 """Products with the Jacobians of a module's parameters, see ``input_base.py``."""
 
 from abc import ABC
-from collections import OrderedDict
 from functools import partial
 from typing import Any, Callable, Sequence, Tuple
 
 from torch import Tensor, no_grad, stack, zeros_like
-from torch.func import functional_call
 
 from backpack.core.derivatives import shape_check, stored
 from backpack.core.derivatives.generic import generic_product
@@ -222,18 +220,11 @@ class BaseParameterDerivatives(BaseDerivatives, ABC):
         if not self.affine_in_params:
             param, y = stored.evaluate_parameter(module, param_str)
             return stack([R_op(y, param, v)[0] for v in mat])
-        args, kwargs = stored.by_name(module, stored.stored_inputs(module))
-        # the inputs are what hooks have made
-        none: Any = {
-            "_forward_hooks": OrderedDict(),
-            "_forward_pre_hooks": OrderedDict(),
-        }
-        scratch = stored.scratch_copy(module, **none)
+        inputs, scratch = stored.stored_inputs(module), stored.scratch_copy(module)
         zeros = {name: zeros_like(p) for name, p in module.named_parameters()}
+        repeat = partial(stored.repeat, module, inputs, scratch, is_checked=False)
         with no_grad():
-            values = ({**zeros, param_str: v} for v in mat)
-            outputs = [functional_call(scratch, each, args, kwargs) for each in values]
-        return stack([stored.first_tensor(output) for output in outputs])
+            return stack([repeat({**zeros, param_str: v}) for v in mat])
 
     _weight_jac_mat_prod = _for_parameter("weight", "_param_jac_mat_prod")
     _bias_jac_mat_prod = _for_parameter("bias", "_param_jac_mat_prod")

@@ -49,10 +49,18 @@ from torch.utils.checkpoint import checkpoint
 from backpack import backpack, extend
 from backpack.engine.nodes.uses import Use
 from backpack.engine.samples.trials import Trial
-from backpack.extensions import BatchGrad, BatchJacobian, DiagGGNExact
+from backpack.extensions import (
+    EKFAC,
+    BatchDiagGGNExact,
+    BatchGrad,
+    BatchJacobian,
+    DiagGGNExact,
+    SqrtGGNMC,
+)
 from backpack.utils.types import tensors_in
 
 D = 4
+COLUMNS = [DiagGGNExact, BatchDiagGGNExact, EKFAC, SqrtGGNMC]
 
 
 def moving(function: Callable, *shape: int, **parts: Callable[[], Module]) -> Row:
@@ -2233,6 +2241,27 @@ def test_rows_of_nobody_that_are_taken_alone() -> None:
         lambda: Lambda(forward, **layers), randn(D, batch=3), says="no sample has"
     )
     assert_refused(row, "BatchGrad")
+
+
+@pytest.mark.parametrize("ext", COLUMNS, ids=lambda ext: ext.__name__)
+@pytest.mark.parametrize("order", [[0, 1, 2], [2, 0, 1]], ids=["in-order", "moved"])
+def test_columns_that_reach_rows_of_nobody(order: List[int], ext: type) -> None:
+    """They count, or are refused, although the gradient is zero there."""
+
+    def forward(m: Module, x: Tensor) -> Tensor:
+        h, padded = m.a(x)[order], torch.zeros(3, 2, D, dtype=F64)
+        padded[:, 0], padded[1, 1] = h[:, 0], h[1, 1]
+        return m.n(padded)
+
+    model = Lambda(forward, a=nn.Linear(D, D), n=nn.LayerNorm(D)).to(F64)
+    x, loss = randn(2, D, batch=3)()[0], extend(nn.MSELoss(reduction="sum"))
+    bias = extend(model).n.bias
+    refused = pytest.raises(NotImplementedError, match="no sample has entered")
+    with nullcontext() if order == [0, 1, 2] else refused, backpack(ext()):
+        out = model(x)
+        loss(out, torch.zeros_like(out)).backward()
+    if ext is DiagGGNExact and order == [0, 1, 2]:
+        assert_agrees(bias.diag_ggn_exact, torch.full_like(bias, 12.0), "n.bias")
 
 
 @pytest.mark.parametrize("count", [1, 2])

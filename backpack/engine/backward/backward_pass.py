@@ -371,7 +371,7 @@ class BackwardPass:
         separate = all([type(place) is Layout for place in use.placements])
         separate = separate or use.adds_up and self._is_first_order
         if groups and self._separating and not separate:
-            self._check_use(use, groups)
+            self.check_use(use, self.gradients[use], self._separating)
         for group in list(groups):
             group.pending -= 1
             if not group.pending:
@@ -379,11 +379,20 @@ class BackwardPass:
             elif self._needs_gradients:
                 group.collect(use, self.own_products)
 
-    def _check_use(self, use: Use, groups: Sequence[Group]) -> None:
-        """Refuse a use where samples are not known to be separate."""
-        who, cotangents = partial(names_of, self._separating), self.gradients[use]
+    def check_use(
+        self, use: Use, cotangents: Sequence[Tensor | None], exts: Sequence[Any]
+    ) -> None:
+        """Refuse a use where samples are not known to be separate.
+
+        Args:
+            use: The use.
+            cotangents: Columns, or the gradient, at its outputs.
+            exts: Extensions that tell samples apart.
+        """
         if any([g is not None for g in cotangents]):
+            groups = self.groups_of.get(use, ())
             params = [param for group in groups for param in group.params]
+            who = partial(names_of, exts)
             use.check(cotangents, who, partial(describe, params))
 
     def _complete(self, group: Group) -> None:

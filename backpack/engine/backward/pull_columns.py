@@ -194,6 +194,8 @@ class PullColumns:
         for chunk in chain([first], chunks):
             last.clear()  # which keeps columns
             pulled = pull_chunk(chunk)
+            for use in filter(self._running.groups_of.get, pulled):
+                self._running.check_use(use, pulled[use], extensions)
             if ways.own and not done:
                 _require_linear(ways, chunk, pulled, pull_chunk)
             done += len(chunk)

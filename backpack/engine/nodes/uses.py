@@ -18,7 +18,14 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
 from backpack.core.kinds import Broadcast
-from backpack.core.layout import Layout, Mixed, Placement, one_sample_each, some_samples
+from backpack.core.layout import (
+    Layout,
+    Mixed,
+    Placement,
+    has_gaps,
+    one_sample_each,
+    some_samples,
+)
 from backpack.core.operations import Operation
 from backpack.core.per_sample.apart import Apart
 from backpack.core.per_sample.base import Dense, PerSample
@@ -261,7 +268,8 @@ class Use:
                 refuse(what(), placement, names())
             if x is None or not isinstance(placement, Tensor):
                 continue
-            if may_look(x, waits=True) and ((x != 0) & (placement < 0)).any():
+            looks = may_look(x, waits=True) and has_gaps(placement)
+            if looks and ((x != 0) & (placement < 0)).any():
                 refuse(what(), Mixed(NOBODYS.format(name=self.name), False), names())
 
     def _part(self) -> tuple[Use, Tensor] | None:

@@ -2264,6 +2264,19 @@ def test_columns_that_reach_rows_of_nobody(order: List[int], ext: type) -> None:
         assert_agrees(bias.diag_ggn_exact, torch.full_like(bias, 12.0), "n.bias")
 
 
+def test_rows_of_nobody_have_columns_of_their_own() -> None:
+    """A sample's and one of nobody's may reach the same parameter."""
+
+    def forward(m: Module, x: Tensor) -> Tensor:
+        return torch.cat([m.p, m.a(x)[1:]]).cumsum(0).flip(0)
+
+    model = extend(Lambda(forward, a=nn.Linear(D, D), p=param(1, D))).to(F64)
+    x, loss = randn(D, batch=2)()[0], extend(nn.MSELoss(reduction="sum"))
+    with backpack(DiagGGNExact()):
+        loss(model(x), torch.zeros(2, D, dtype=F64)).backward()
+    assert_agrees(model.p.diag_ggn_exact, torch.full_like(model.p, 4.0), "p")
+
+
 @pytest.mark.parametrize("count", [1, 2])
 def test_rows_that_other_factors_have_entered(count: int) -> None:
     """All are, where a constant has no zeros; in the next pass, it may have some."""

@@ -142,8 +142,13 @@ def columns_of_loss(source: Any, turn: Turn, size: int) -> Iterator[Tensor]:
 
 
 def _ranks(placement: Tensor, *sizes: Any) -> tuple[Tensor, int]:
-    """Number the rows of each sample, and count those of the largest."""
-    number = ranks(placement, *sizes)
+    """Number the rows of each sample, and count those of the largest.
+
+    Those of nobody's have numbers of their own: they may reach what a sample's reach.
+    """
+    number, own = ranks(placement, *sizes), placement.flatten() >= 0
+    most = int(number.where(own, -1).max()) + 1
+    number = number.where(own, number + most)
     return number, int(number.max()) + 1
 
 

@@ -2243,6 +2243,21 @@ def test_rows_of_nobody_that_are_taken_alone() -> None:
     assert_refused(row, "BatchGrad")
 
 
+def test_total_of_rows_of_nobody() -> None:
+    """They are not of the only sample that there is by chance, with experts' places."""
+
+    def forward(m: Module, x: Tensor) -> Tensor:
+        rows = torch.zeros(len(x), D, dtype=F64)
+        rows[2] = m.a(x)[2]
+        return m.b(rows).square().sum()
+
+    layers = {"a": nn.Linear(D, D), "b": nn.Linear(D, D)}
+    row = Row(
+        lambda: Lambda(forward, **layers), randn(D, batch=3), says="no sample has"
+    )
+    assert_refused(row, "BatchGrad")
+
+
 @pytest.mark.parametrize("ext", COLUMNS, ids=lambda ext: ext.__name__)
 @pytest.mark.parametrize("order", [[0, 1, 2], [2, 0, 1]], ids=["in-order", "moved"])
 def test_columns_that_reach_rows_of_nobody(order: List[int], ext: type) -> None:

@@ -6,6 +6,7 @@ sample's, depend on no sample. Whose they are, the backward pass tells.
 
 from __future__ import annotations
 
+from math import prod
 from typing import Iterator, Sequence
 
 import torch
@@ -116,6 +117,9 @@ def _owners_at(
     """
     seen: list[dict[tuple, Tensor]] = [{} for _ in edges]
     for origin in starts(inspection):
+        node, number = origin.edge.node, origin.edge.output_nr
+        if prod(node._input_metadata[number].shape) == 1:
+            continue  # a total, although it may be of a single sample
         n = origin.call.n
         for bit, value, column in columns(origin):
             for known, g in zip(seen, pull([origin.edge], edges, [column])):

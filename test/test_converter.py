@@ -2387,6 +2387,26 @@ def test_kept_whole_and_random():
         run(convert(model), x, y, DiagHessian())
 
 
+@pytest.mark.parametrize("size", [1, 3])
+def test_function_that_needs_all_samples(size):
+    """KFRA, which takes one at a time, says why it can't."""
+
+    class Framed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 3), nn.Linear(3 + size, 3)
+            self.rows = nn.Parameter(torch.rand(N, size), requires_grad=False)
+
+        def forward(self, x):
+            return self.b(torch.cat([self.a(x), self.rows], 1))
+
+    model = Framed().double()
+    x, y = torch.randn(N, 4).double(), torch.randn(N, 3).double()
+    says = r"cat\(.*repeating its forward pass.* the number of samples"
+    with pytest.raises(RuntimeError, match=says):
+        run(convert(model), x, y, KFRA())
+
+
 def check_same_outputs(model, converted, x):
     """Assert that two models that share parameters agree, bit by bit."""
     results = []

@@ -13,14 +13,16 @@ for every module that is differentiable in its first input; other inputs are con
 """
 
 from abc import ABC
+from contextlib import contextmanager
 from math import nan
-from typing import Any, Tuple
+from typing import Any, Iterator, Tuple
 
-from torch import Tensor, ones_like, stack, zeros_like
+from torch import Tensor, cuda, ones_like, stack, zeros_like
 from torch.autograd import grad
+from torch.nn import Module
 
 from backpack.core.derivatives import shape_check
-from backpack.core.derivatives.stored import evaluate, subsampled
+from backpack.core.derivatives.stored import NOT_REPEATED, evaluate, subsampled
 from backpack.hessianfree.lop import pull_columns
 from backpack.hessianfree.rop import R_op
 from backpack.utils.hooks import message, name_module
@@ -32,6 +34,18 @@ NO_DIAGONAL_HESSIAN = (
     "{derivatives}: the Hessian of {module} is not diagonal, so that its diagonal does "
     "not describe it. Use residual_mat_prod to multiply with it."
 )
+
+
+@contextmanager
+def _alone(module: Module) -> Iterator[None]:
+    """Explain what a module raises on a single sample, and has not on all of them."""
+    try:
+        yield
+    except (IndexError, RuntimeError, ValueError) as error:
+        known = name_module(module) in str(error)
+        if known or isinstance(error, cuda.OutOfMemoryError):
+            raise
+        raise RuntimeError(message(NOT_REPEATED, module=module)) from error
 
 
 class BaseDerivatives(ABC):  # noqa: B024
@@ -172,7 +186,9 @@ class BaseDerivatives(ABC):  # noqa: B024
             one, product = self._restrict(module, [n]), mat
             for _ in range(2):  # G ↦ (G J)ᵀ, twice
                 rows = product.reshape(-1, *one.output.shape)
-                product = flatten(self._jac_t_mat_prod(one, g_inp, g_out, rows), 1).T
+                with _alone(module):
+                    pulled = self._jac_t_mat_prod(one, g_inp, g_out, rows)
+                product = flatten(pulled, 1).T
             total = total + product
         return total / samples
 

@@ -4,6 +4,7 @@ from typing import Callable, Dict, List, Tuple
 
 import pytest
 import torch
+from per_sample import Once
 from torch import (
     Tensor,
     cat,
@@ -500,3 +501,16 @@ def test_ggn_vector_product_refuses() -> None:
         output = problem.model(problem.X)
     with pytest.raises(ValueError, match="no_grad"):
         ggn_vector_product(problem.loss, output, problem.model, v)
+
+
+@pytest.mark.parametrize("product", [R_op, hessian_vector_product])
+def test_function_that_is_differentiated_once(product: Callable) -> None:
+    """It is refused where it matters, and only there."""
+    a, b = (rand(2, dtype=float64, requires_grad=True) for _ in range(2))
+    y, v = (Once.apply(a) * b.square()).sum(), rand(2, dtype=float64)
+    with pytest.raises(RuntimeError, match="differentiate twice.*Once"):
+        product(y, [a], [v])
+    (found,) = product(y, [b], [v])
+    factor = 2 * a.detach() ** 2 * v
+    is_hessian = product is hessian_vector_product
+    testing.assert_close(found, factor if is_hessian else (factor * b.detach()).sum())

@@ -2994,3 +2994,22 @@ def test_blanks_have_a_reason():
         for m in case.build().model.modules()
     }
     assert blanks <= refused
+
+
+@pytest.mark.parametrize("ext", [DiagHessian, GGNMP, HMP])
+@pytest.mark.parametrize("of", ["input", "weight"])
+def test_function_that_is_differentiated_once(of: str, ext: type) -> None:
+    """It has no second derivative, which is not zero."""
+
+    def forward(m: Module, x: Tensor) -> Tensor:
+        return per_sample.Once.apply(x) if of == "input" else x * once(m.w)
+
+    once = per_sample.Once.apply
+    part = Lambda(forward, **({} if of == "input" else {"w": per_sample.param(3)}))
+    model = extend(Sequential(nn.Linear(2, 3), part, nn.Linear(3, 2)).to(F64))
+    loss, says = extend(nn.MSELoss()), "second derivative that PyTorch does not have"
+    with pytest.raises(NotImplementedError, match=says), backpack(ext()):
+        x, y = torch.rand(2, N, 2, dtype=F64)
+        loss(model(x), y).backward()
+        for param in model.parameters():
+            getattr(param, ext().savefield)(torch.ones_like(param))

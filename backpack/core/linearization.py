@@ -18,7 +18,7 @@ from torch.nn import Module, Parameter
 
 from backpack.core.derivatives import generic, stored
 from backpack.core.derivatives.linear_map import SumModuleDerivatives
-from backpack.hessianfree.lop import pull_back, pull_columns
+from backpack.hessianfree.lop import check_twice, pull_back, pull_columns
 from backpack.hessianfree.rop import R_op
 from backpack.utils.hooks import message
 from backpack.utils.state import may_look, out_of_sight
@@ -29,6 +29,9 @@ from backpack.utils.unsqueeze import flatten, unit_columns
 C = TypeVar("C", bound=Callable)
 Columns = list[Any]
 _FROZEN = "_backpack_frozen"  # marks the copies that ``freeze`` makes
+
+# what PyTorch says of functions that have no second derivative
+_ONCE = "is not implemented", "Double backward is unsupported", "differentiate twice"
 
 NOT_TWICE = (
     "{module}: products with a curvature matrix of {name}, or its diagonal, take a "
@@ -163,7 +166,7 @@ def _naming(product: C) -> C:
         try:
             return product(linear, *args)
         except RuntimeError as error:
-            if "is not implemented" not in str(error):
+            if not any(text in str(error) for text in _ONCE):
                 raise
             name = getattr(linear, "name", None)
             who = {"module": linear.module, "name": repr(name) if name else "its input"}
@@ -488,4 +491,5 @@ class ParameterLinearization:
 
 
 def _gradients(y: Tensor, xs: list[Tensor], delta: Tensor) -> tuple[Tensor, ...]:
+    check_twice([y], xs)
     return pull_back([y], xs, [delta.to(y.dtype)], True, create_graph=True)

@@ -35,6 +35,7 @@ def hessian_vector_product(
     Raises:
         ValueError: If ``f`` is no scalar, or if the entries of ``v`` or
             ``grad_params`` do not match the parameters in number and shape.
+        RuntimeError: If a function on the way can be differentiated once only.
     """
     params, v = lop.as_tuple(params), lop.as_tuple(v)
     gradient = params if grad_params is None else lop.as_tuple(grad_params)
@@ -52,6 +53,8 @@ def hessian_vector_product(
         )
     lop.check_match(v, params)
     lop.check_match(gradient, params)
+    if f is not None:
+        lop.check_twice([f], params)
     if f is not None and not has_graph:
         lop.check_has_graph([f])
         gradient = lop.pull_back([f], params, [ones_like(f)], True, create_graph=True)

@@ -1,12 +1,15 @@
 """Vector-Jacobian products (the L-operator), and the base of the other products."""
 
-from typing import Iterable, List, Sequence, Tuple, Union
+from typing import Any, Iterable, Iterator, List, Sequence, Tuple, Union
 
 from torch import Tensor, stack, zeros_like
 from torch.autograd import grad
+from torch.autograd.function import once_differentiable
 
 Tensors = Union[Tensor, Iterable[Tensor]]
 """One tensor, or several."""
+
+_ONCE = once_differentiable(id).__code__
 
 
 def as_tuple(tensors: Tensors) -> Tuple[Tensor, ...]:
@@ -54,6 +57,48 @@ def check_match(vectors: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
             f"Expected a vector with {len(expected)} entries of shapes {expected}, "
             f"got {len(got)} of shapes {got}."
         )
+
+
+def check_twice(ys: Sequence[Tensor], xs: Sequence[Tensor]) -> None:
+    """Check that no function on the way has a first derivative only.
+
+    Autograd would take the second one for zero: what such a function computes in its
+    backward pass leads to an error, but not to the inputs.
+
+    Args:
+        ys: Outputs.
+        xs: Inputs.
+
+    Raises:
+        RuntimeError: If a function is marked with ``once_differentiable``.
+    """
+    once = [node for node in _behind(y.grad_fn for y in ys) if _is_once(node)]
+    leaves, ends = set(map(id, xs)), {x.grad_fn for x in xs}
+    for node in once:
+        for other in _behind(parent for parent, _ in node.next_functions):
+            if other in ends or id(getattr(other, "variable", None)) in leaves:
+                raise RuntimeError(
+                    "trying to differentiate twice a function that was marked with "
+                    f"@once_differentiable: {node.name()}."
+                )
+
+
+def _is_once(node: Any) -> bool:
+    """Tell whether a node is that of a function without a second derivative."""
+    own = getattr(node, "_forward_cls", None)
+    ways = [getattr(own, name, None) for name in ("backward", "vjp")]
+    return any(getattr(way, "__code__", None) is _ONCE for way in ways)
+
+
+def _behind(nodes: Iterable[Any]) -> Iterator[Any]:
+    """List the nodes of a graph."""
+    queue, seen = list(nodes), {None}
+    while queue:
+        node = queue.pop()
+        if node not in seen:
+            yield node
+            seen.add(node)
+            queue.extend(parent for parent, _ in node.next_functions)
 
 
 def pull_back(

@@ -4,7 +4,13 @@ from typing import Tuple
 
 from torch import Tensor, arange, zeros_like
 
-from backpack.hessianfree.lop import Tensors, as_tuple, check_has_graph, pull_back
+from backpack.hessianfree.lop import (
+    Tensors,
+    as_tuple,
+    check_has_graph,
+    check_twice,
+    pull_back,
+)
 
 
 def R_op(
@@ -33,9 +39,11 @@ def R_op(
     Raises:
         ValueError: If no output has a computation graph, or if the vectors do not match
             the inputs in number and shape.
+        RuntimeError: If a function on the way can be differentiated once only.
     """
     ys, xs, vs = as_tuple(ys), as_tuple(xs), as_tuple(vs)
     check_has_graph(ys)
+    check_twice(ys, xs)
     ws = tuple(_some(y).requires_grad_() for y in ys)
     gs = pull_back(ys, xs, ws, retain_graph, create_graph=True)
     return pull_back(gs, ws, vs, retain_graph=not detach, create_graph=not detach)

@@ -23,7 +23,7 @@ from torch.nn import Module
 
 from backpack.core.derivatives import shape_check
 from backpack.core.derivatives.stored import NOT_REPEATED, evaluate, subsampled
-from backpack.hessianfree.lop import pull_columns
+from backpack.hessianfree.lop import check_twice, pull_columns
 from backpack.hessianfree.rop import R_op
 from backpack.utils.hooks import message, name_module
 from backpack.utils.subsampling import Subsampling, num_selected
@@ -294,6 +294,7 @@ class BaseDerivatives(ABC):  # noqa: B024
         """
         xs, y = evaluate(module)
         delta = g_out[0].detach().to(y.dtype)
+        check_twice([y], xs)
         (gradient,) = grad(y, xs, delta, create_graph=True)
         return pull_columns(gradient, xs, mat)[0]
 

@@ -55,7 +55,8 @@ def hessian_vector_product(
     lop.check_match(gradient, params)
     if f is not None:
         lop.check_twice([f], params)
-    if f is not None and not has_graph:
-        lop.check_has_graph([f])
-        gradient = lop.pull_back([f], params, [ones_like(f)], True, create_graph=True)
+        if not has_graph:
+            lop.check_has_graph([f])
+            ones = ones_like(f)
+            gradient = lop.pull_back([f], params, [ones], True, create_graph=True)
     return lop.pull_back(gradient, params, v, True, create_graph=not detach)

@@ -72,15 +72,12 @@ def check_twice(ys: Sequence[Tensor], xs: Sequence[Tensor]) -> None:
     Raises:
         RuntimeError: If a function is marked with ``once_differentiable``.
     """
-    once = [node for node in _behind(y.grad_fn for y in ys) if _is_once(node)]
-    leaves, ends = set(map(id, xs)), {x.grad_fn for x in xs}
-    for node in once:
-        for other in _behind(parent for parent, _ in node.next_functions):
-            if other in ends or id(getattr(other, "variable", None)) in leaves:
-                raise RuntimeError(
-                    "trying to differentiate twice a function that was marked with "
-                    f"@once_differentiable: {node.name()}."
-                )
+    for node in nodes_behind(y.grad_fn for y in ys):
+        if _is_once(node) and leads_to((p for p, _ in node.next_functions), xs):
+            raise RuntimeError(
+                "trying to differentiate twice a function that was marked with "
+                f"@once_differentiable: {node.name()}."
+            )
 
 
 def _is_once(node: Any) -> bool:
@@ -90,8 +87,32 @@ def _is_once(node: Any) -> bool:
     return any(getattr(way, "__code__", None) is _ONCE for way in ways)
 
 
-def _behind(nodes: Iterable[Any]) -> Iterator[Any]:
-    """List the nodes of a graph."""
+def leads_to(nodes: Iterable[Any], xs: Sequence[Tensor]) -> bool:
+    """Tell whether nodes of a graph lead to one of some tensors.
+
+    Args:
+        nodes: The nodes, ``None`` where there is none.
+        xs: The tensors, leaves of the graph or not.
+
+    Returns:
+        Whether they do.
+    """
+    leaves, ends = set(map(id, xs)), {x.grad_fn for x in xs}
+    return any(
+        node in ends or id(getattr(node, "variable", None)) in leaves
+        for node in nodes_behind(nodes)
+    )
+
+
+def nodes_behind(nodes: Iterable[Any]) -> Iterator[Any]:
+    """List the nodes of a graph.
+
+    Args:
+        nodes: Where to begin, ``None`` where there is no node.
+
+    Yields:
+        These and all that they lead to, each once.
+    """
     queue, seen = list(nodes), {None}
     while queue:
         node = queue.pop()

@@ -5,7 +5,7 @@ from contextlib import nullcontext
 from copy import copy
 from math import nan
 from operator import attrgetter
-from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Set, Tuple
+from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from backpack.converter.function import FunctionModule
+from backpack.hessianfree.lop import leads_to, nodes_behind
 from backpack.utils.disable import disable
 from backpack.utils.hooks import message, no_op
 from backpack.utils.state import ask, is_traced, may_look, state
@@ -542,7 +543,7 @@ def evaluate_parameter(
         own[name] = param
     with enable_grad(), disable():
         y = repeat(module, inputs, own=own)
-        if not (own and _leads_to(y, given)):
+        if not (own and leads_to([y.grad_fn], [given])):
             return param, y
         # a bound method, say, or a closure has taken it, and not the copy's
         if given._backward_hooks:
@@ -559,21 +560,6 @@ def has_own_functions(y: Tensor) -> bool:
     Returns:
         Whether there is one in its graph.
     """
-    return any(isinstance(node, BackwardCFunction) for node in _nodes_behind(y))
-
-
-def _leads_to(y: Tensor, leaf: Tensor) -> bool:
-    """Tell whether a tensor was computed from a leaf of the graph."""
-    return any(getattr(node, "variable", None) is leaf for node in _nodes_behind(y))
-
-
-def _nodes_behind(y: Tensor) -> Iterator[Any]:
-    """List the nodes of a tensor's graph."""
-    queue: List[Any] = [y.grad_fn]
-    seen: Set[Any] = {None}
-    while queue:
-        node = queue.pop()
-        if node not in seen:
-            yield node
-            seen.add(node)
-            queue.extend(parent for parent, _ in node.next_functions)
+    return any(
+        isinstance(node, BackwardCFunction) for node in nodes_behind([y.grad_fn])
+    )

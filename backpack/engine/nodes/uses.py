@@ -23,6 +23,7 @@ from backpack.core.layout import (
     Mixed,
     Placement,
     has_gaps,
+    once,
     one_sample_each,
     some_samples,
 )
@@ -268,8 +269,10 @@ class Use:
                 refuse(what(), placement, names())
             if x is None or not isinstance(placement, Tensor):
                 continue
-            looks = may_look(x, waits=True) and has_gaps(placement)
-            if looks and ((x != 0) & (placement < 0)).any():
+            if not may_look(x, waits=True):
+                continue
+            gaps = once(placement, "gaps", partial(has_gaps, placement))
+            if gaps and ((x != 0) & (placement < 0)).any():
                 refuse(what(), Mixed(NOBODYS.format(name=self.name), False), names())
 
     def _part(self) -> tuple[Use, Tensor] | None:
